@@ -108,9 +108,9 @@ def combine_verdicts(verdicts: Iterable[Verdict]) -> Verdict:
 class SliceResult:
     """The result of a gate on one slice of the rows.
 
-    `verdict` is None for a slice that is not judged, because it has too few rows. `p_value` is the
-    chance of an estimate at least as bad if the truth were at the limit, corrected for all judged
-    slices (Holm). The other fields are those of `GateResult`.
+    `verdict` is None for a slice that is not judged, because it has too few rows or groups.
+    `p_value` is the chance of an estimate at least as bad if the truth were at the limit. It is
+    corrected for all judged slices (Holm). The other fields are those of `GateResult`.
     """
 
     slice: str
@@ -236,7 +236,7 @@ SignedDecision: TypeAlias = Attested[DecisionRecord]
 class RecheckResult:
     """The result of measuring a champion again.
 
-    `verdict` is FAIL for a champion that fails a gate that passed before, ERROR if it could not be
+    `verdict` is FAIL if a gate that passed before fails. It is ERROR if the champion could not be
     measured, and INCONCLUSIVE if the measurements permit no conclusion. `changed` lists differences
     of the runtime and the machine. `measured` is the number of measurements.
     """

@@ -26,7 +26,7 @@ class Deployment:
     provider, so that a project can be moved.
 
     `batchable`: the evidence shows that each row's answer is independent of the other rows in the
-    batch, so that a server can run requests of several clients together. `threads` limits the
+    batch. A server can then run requests of several clients together. `threads` limits the
     requests, or batches, that a server runs concurrently; 0: the server's own limit. `evidence` is
     the digest of the evidence on which the deployment was approved; None where a person overrode
     the gates. `custom_ops` names the files of the deployment that are libraries of operators for

@@ -321,8 +321,9 @@ class ScoreComparison:
     / sum of squared errors. `heavy` holds the indices of the worst rows, which together contribute
     half of the candidate's error, the worst row first; at most ten are kept.
 
-    `carrying` is the number of rows (or groups) with the largest losses that must be removed until
-    the losses of both models are spread evenly enough over the rest; 0 if no row must be removed.
+    `carrying` is the number of rows (or groups) with the largest losses that must be removed. Then,
+    the losses of both models are spread evenly enough over the rest. It is 0 if no row must be
+    removed.
     `rest` is the difference or ratio of the remaining rows; None if they have no loss.
     """
 

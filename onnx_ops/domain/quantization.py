@@ -76,7 +76,8 @@ class Recipe:
 class Trial:
     """One model that was built and measured on the tuning rows.
 
-    `drop` is the loss of the task metric against fp32 (negative: a gain), the largest over the
+    `excluded` are the nodes that stay in float, and `why` is the reason for the trial. `drop` is
+    the loss of the task metric against fp32 (negative: a gain), the largest over the
     targets' machines. `error` is the root mean square distance of the outputs from those of fp32,
     in units of their standard deviation. `ratios` are request times divided by the request times of
     fp32, and `p99` is in seconds, both by target. `failure` is the reason why there are no

@@ -166,7 +166,10 @@ class Publication:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRecord:
-    """One registered version, as read from the registry."""
+    """One registered version, as read from the registry.
+
+    `decisions` are by target; their signatures are not verified.
+    """
 
     model: str
     version: str

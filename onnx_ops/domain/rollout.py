@@ -3,9 +3,10 @@
     first-deployment -> (start -> advance* -> finish) -> retire-previous
                                     \\-> abort                  \\-> rollback
 
-`choose_next_action` takes the desired deployment, the observed endpoint, the roles of the ledger,
-the policy, the analysis of the metrics, the operator's command and the time, and returns the one
-`Action` to perform or the reason to `Wait`. It depends on no provider, registry or process.
+`choose_next_action` takes the desired deployment, the observed endpoint, the roles of the ledger
+and the policy. It also takes the analysis of the metrics, the operator's command and the time. It
+returns the one `Action` to perform, or the reason to `Wait`. It depends on no provider, registry or
+process.
 `release.reconcile` applies the action through `release.effects`, which records the action through
 `release.journal`. `domain.ledger` folds the record into the roles. `domain.rollout_policy` plans
 the steps.
@@ -184,7 +185,7 @@ class GuardrailResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOutlier:
-    """A server whose share of bad requests to a deployment differs from the others'.
+    """A server whose share of bad requests to a deployment is higher than elsewhere.
 
     `place` names what makes a request bad, such as `errors`. `own` and `others` are the numbers of
     bad requests and of all requests, on this server and on the others. `evidence` is the log10 of
@@ -216,9 +217,9 @@ class AnalysisResult:
     Texts are empty where there is nothing to report. `started_at` is when the step took effect.
     `requests` counts the candidate's requests since then (copies in a shadow step). `unmet_target`
     names a service level that the candidate has not yet been shown to meet. `split_mismatch`
-    describes traffic that is not split as planned, and `gross_failure` a candidate that fails or
-    refuses far more requests than the stable version. `ab_outcome` is the outcome of the A/B test.
-    `outliers` have no effect on the rollout.
+    describes traffic that is not split as planned. `gross_failure` describes a candidate that fails
+    or refuses far more requests than the stable version. `ab_outcome` is the outcome of the A/B
+    test. `outliers` have no effect on the rollout.
     """
 
     started_at: float

@@ -54,8 +54,8 @@ class Traffic:
 class Cadence:
     """How counts reach the analysis of a rollout.
 
-    `look_s` is the time between two passes of the reconciler, and `lag_s` the time until a closed
-    epoch, or an interval of a metrics service, is reported.
+    `look_s` is the time between two passes of the reconciler. `lag_s` is the time until a closed
+    epoch, or an interval of a metrics service, is reported. Both are in seconds.
     """
 
     source: CountSource = "units"

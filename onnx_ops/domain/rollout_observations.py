@@ -111,7 +111,7 @@ class RequestCounts:
         """Return the counts since `before` (None: all counts).
 
         The result is None if the differences are not consistent (`is_consistent`), as after a
-        restart, or if only one of the two objects has `timed`.
+        restart. It is also None if `timed` is known in only one of the two objects.
         """
         if before is None:
             zero = RequestCounts(timed=None if self.timed is None else 0)
@@ -352,8 +352,8 @@ class MetricsReading:
     servers are never compared.
 
     Sources without data about the assignment of users (CloudWatch, Azure Monitor, Prometheus)
-    report `tallies` by deployment, and optionally `shadow` and `quantiles`, all counted since
-    `origin`. Another origin means that the counters restarted.
+    report `tallies` by deployment, and optionally `shadow` and `quantiles`. `tallies` and `shadow`
+    are counted since `origin`. Another origin means that the counters restarted.
 
     `cold_s` are the seconds of loads of each version, which servers measure before the candidate
     gets any traffic.
@@ -438,10 +438,10 @@ class Observations:
     `slower` to the candidate. `cold_s` holds the seconds of the last loads of candidate and stable
     version. `reading` is the last reading, without what other fields hold.
 
-    For servers of onnx-ops, `counts` holds the largest counts of each origin and generation, and
-    `generations` the splits of this rollout with their units. The generation shows to which step
-    counts belong; clocks are never compared. A restart or another server adds counts with another
-    origin, without a gap in the counts.
+    For servers of onnx-ops, `counts` holds the latest counts of each origin and generation.
+    `generations` holds the splits of this rollout with their units. The generation shows to which
+    step counts belong; clocks are never compared. A restart or another server adds counts with
+    another origin, without a gap in the counts.
 
     For other sources, the next interval starts at `reading`. If the split changed since, `reading`
     is None, and the interval starts with the next reading. The last change was at `split_at`.
@@ -596,8 +596,8 @@ def diff_readings(
 ) -> ObservationInterval | None:
     """Return the counts between two readings of a source without generations.
 
-    The result is None without an earlier reading, if the counters restarted or fell between the
-    readings, or if the readings are not in order of time.
+    The result is None without an earlier reading, or if the readings are not in order of time. It
+    is also None if the counters restarted or fell between the readings.
     """
     if before is None or before.origin != now.origin or now.at < before.at:
         return None

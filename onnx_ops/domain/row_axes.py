@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 Shape = Sequence[int | str]
 """Sizes and names of dimensions.
 
-A dimension is free and has no name if its size is negative, or if its name is empty, `?` or a
-generated name (`_GENERATED_NAME`).
+A dimension is free and has no name if its size is negative. The same is true if its name is empty,
+`?` or a generated name (`_GENERATED_NAME`).
 """
 
 _BATCH_NAME = re.compile(r"n|b|bs|.*batch.*", re.IGNORECASE)
@@ -70,7 +70,7 @@ def _find_symbol_axes(shapes: Mapping[str, Shape], symbol: str) -> dict[str, int
 def find_axis(shape: Shape, symbol: str) -> int | None:
     """Return the first axis named `symbol`, or else axis 0 if it is free and unnamed.
 
-    The result is None if there is neither.
+    The result is None if both are missing.
     """
     if symbol in shape:
         return list(shape).index(symbol)

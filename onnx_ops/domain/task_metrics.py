@@ -58,8 +58,8 @@ AnswerKind: TypeAlias = Literal[
 - `embeddings`, `tokens`: arrays of shape (rows, dimensions) or (rows, length), of the same shape as
   the label.
 - `texts`: one text per row; the label has one text or several per row.
-- `relevance`: the scores of items, and the grade of each item. Either each row is a query, of shape
-  (rows, items), or each row is an item, and the groups of the data set are the queries.
+- `relevance`: the scores of items, and the grade of each item. If each row is a query, the shape is
+  (rows, items). Otherwise, each row is an item, and the groups of the data set are the queries.
 - `detections`: boxes of each image with scores and classes, (rows, detections, 6): x1, y1, x2, y2,
   score, class. The label holds objects, (rows, objects, 5 or 6): x1, y1, x2, y2, class[, crowd].
   Empty places have the class -1.

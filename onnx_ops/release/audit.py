@@ -157,8 +157,8 @@ def load_decision_basis(
 def list_dependents(context: Context, key: Digest) -> tuple[Dependent, ...]:
     """Return the versions that depend on a signing key, of all models.
 
-    A version depends on the key if a target's alias (champion, challenger or previous) points to
-    it, and the key signed its decision or override.
+    A version depends on the key if the key signed its decision or override for a target. In
+    addition, an alias of this target (champion, challenger or previous) must point to the version.
 
     Raises:
         ServiceUnavailableError: the registry does not answer.

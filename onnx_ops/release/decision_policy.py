@@ -182,7 +182,7 @@ def read_published_rollback(record: VersionRecord, endpoint: str) -> PublishedRo
 
 
 def is_later(override: SignedOverride, rollback: PublishedRollback) -> bool:
-    """Return whether an override was signed when or after a rollback was published.
+    """Return whether an override was signed at or after a rollback's publication.
 
     The result is False if the time of the override is not valid.
     """

@@ -168,7 +168,8 @@ def _find_later_champion(
 ) -> str:
     """Return the champion that replaced a version in the registry; empty if none did.
 
-    The version must have been champion before. The function is for models that no endpoint serves.
+    The version must have been champion before. The function is for a model that no endpoint serves
+    on the target.
     """
     alias = format_alias("champion", target)
     written = (entry.body for entry in context.ledger.read(format_stream_name(model, target)))
@@ -215,9 +216,9 @@ def promote(
             endpoints sets the champion later.
 
     Raises:
-        RefusedError: the version's decision does not allow it to serve, the version was rolled
-            back, no key on this machine can sign an override, or the registry does not permit the
-            alias.
+        RefusedError: the decision does not allow the version to serve, the version was rolled back,
+            or the registry does not permit the alias. For an override: no key on this machine can
+            sign it.
         NotFoundError: the version does not exist.
         UserError: the override has no reason.
         MissingKeyError: no key on this machine can sign the ledger entry of an override.

@@ -2,9 +2,10 @@
 
 The objects are versions, model folders, stored objects and provider resources.
 
-A stored object is needed if its digest occurs in a recorded result, in the ledger, in a decision
-about a version with an alias, or in another needed document. A run records a result only after it
-has stored the files. Young objects are therefore kept, because a run can be about to record them.
+A stored object is needed if its digest occurs in a recorded result, in the ledger, or in a decision
+about a version with an alias. It is also needed if another needed document names it. A run records
+a result only after it has stored the files. Young objects are therefore kept, because a run can be
+about to record them.
 """
 
 from __future__ import annotations
@@ -319,8 +320,8 @@ def _find_folders(
 ) -> Iterator[StoredObject]:
     """Yield the model folders that are no longer needed.
 
-    The plan removes the version of the folder (`leaving` has its manifest), or the folder was
-    stored before `before`, in seconds since the epoch.
+    The plan removes the version of the folder, so that `leaving` has its manifest, or the folder is
+    old. A folder is old if it was stored before `before`, in seconds since the epoch.
     """
     for folder in context.files.list_folders():
         # An earlier pruning that was killed possibly removed the version of an old folder, but not

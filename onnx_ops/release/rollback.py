@@ -335,10 +335,9 @@ def select_endpoints(
     """Return the endpoints of a rollback.
 
     They are the named endpoints, or with `every` the endpoints of a model, and of a target if it is
-    given. With `every` and without `to`, only the endpoints that serve the release that was started
-    last are selected, since the others have nothing to roll back. Endpoints with a damaged ledger
-    are also selected. If that release is already rolled back, the endpoints that rolled it
-    back are selected.
+    given. With `every` and without `to`, only endpoints that serve the release started last are
+    selected, since the others have nothing to roll back. Endpoints with a damaged ledger are also
+    selected. If none is selected, the endpoints that rolled this release back are selected.
 
     Raises:
         UserError: with `every`, endpoints are named or no model is given; without `every`, no

@@ -166,7 +166,7 @@ def _subtract(before: MetricsReading, after: MetricsReading, endpoint: str) -> R
 def _estimate_users(reading: MetricsReading, stable: str) -> int:
     """Estimate the number of equally active users from the counts of blocks of users.
 
-    A user belongs to one of the blocks. With users' shares w of all requests, the squared
+    A user belongs to one of the blocks. Let w be the users' shares of all requests. The squared
     coefficient of variation of the blocks' counts is the number of blocks times the sum of w^2,
     plus that of Poisson counts. If the first term is within two standard errors of Poisson counts,
     as many users as requests are assumed. The result is 0 if the source does not count blocks, or
@@ -193,7 +193,7 @@ def _solve_users(rate: float, split: GenerationUnits, epoch_s: float) -> int:
     """Return the number of equally active users who give the counted units.
 
     N users with A requests in an epoch give N (1 - exp(-A / N)) units. The result is 0 if no units
-    were counted, or if nearly every request is a unit, so that requests seem to have no key.
+    were counted. It is also 0 if nearly every request is a unit, so that keys seem to be missing.
     """
     counted = split.units.get("errors")
     requests = rate * epoch_s
