@@ -368,9 +368,10 @@ class LatencyComparison:
     Both models are measured in the same run, on one machine.
 
     `log_ratios[i]` holds log(median B / median A) of the block pairs of session pair i;
-    `self_log_ratios` the same for A against itself, the measure of the host's noise. Each run is
-    the mean of `calls` inferences; `calls` exceeds 1 where the target's clock is too coarse for a
-    single inference.
+    `self_log_ratios` the same for A against itself, the measure of the host's noise. `baseline` is
+    the digest of A's file. `runs` counts the timed runs, and `preempted` those that were preempted.
+    Each run is the mean of `calls` inferences; `calls` exceeds 1 where the target's clock is too
+    coarse for a single inference.
     """
 
     against: str
@@ -410,7 +411,7 @@ class PairedRatios:
     The two are measured alternately. `figure` is a `throughput_metric_name`, `load` or `first`
     (durations of a fresh process), or `peak` (its memory). `log_ratios[i]` holds log(B / A) of pair
     i: of sessions under load, of processes otherwise. `self_log_ratios` holds the same for A
-    against itself, the measure of the host's noise.
+    against itself, the measure of the host's noise. `baseline` is the digest of A's file.
     """
 
     figure: str
@@ -503,7 +504,13 @@ class Evidence:
 
     Attributes:
         failure: reason for a missing measurement. The cause is the environment, never the model.
-        raw: digest of the samples (`.npz`).
+        baseline: the primary model for comparisons: `champion`, or else `fp32`; empty if there is
+            neither.
+        conditions: conditions of the machine that can disturb measurements, such as the load.
+        size_bytes: size of the files that the target loads.
+        parity: agreement of the variant with the source on the target; empty if it is quantized.
+        export_parity: agreement of the export with the source, from stage `validate`.
+        raw: digest of the timed samples and of the metrics' values by row (`.npz`).
         divergence: where the export departs from its source on the machine that first compares
             them. Without such a departure: where the outputs on the target depart from the outputs
             on that machine.

@@ -181,7 +181,11 @@ class SearchRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StaticRecipe:
-    """Types of static quantization. `notes` give the reason for each."""
+    """Types of static quantization.
+
+    With `reduce_range`, weights have 7 bits. With `symmetric`, the ranges of activations are
+    symmetric to 0. `notes` are the reasons for the type of activations and for `reduce_range`.
+    """
 
     activations: str
     weights: str

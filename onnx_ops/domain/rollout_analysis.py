@@ -221,10 +221,12 @@ class AnalysisEntry:
 class AnalysisState:
     """State of a rollout after a number of entries.
 
-    `head` is the sequence number of the last entry, and `changed_at` its time. An attempt is in
-    progress if `policy` is not None. `deleted` is why the last attempt was deleted, if it was.
-    `ids` maps the ids of the counts that a client sent to the digests of the counts. `left_out` is
-    the number of intervals that were left out, and `left_out_reason` why the last of them was.
+    `head` is the sequence number of the last entry, and `changed_at` its time. `recorded_at` is the
+    time of the last counts, and `opened_at` that of the permission for traffic; 0 without one. All
+    times are in seconds since the epoch. An attempt is in progress if `policy` is not None.
+    `deleted` is why the last attempt was deleted, if it was. `ids` maps the ids of the counts that
+    a client sent to the digests of the counts. `left_out` is the number of intervals that were left
+    out, and `left_out_reason` why the last of them was.
     """
 
     key: RolloutKey

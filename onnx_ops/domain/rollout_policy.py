@@ -163,7 +163,7 @@ class PlannedStep:
 
     Both are 0 in a step that measures the cold start. `minimum` is the number of requests to the
     candidate, or of copies, that the step needs. It is 0 without analysis, in the step of the cold
-    start, and in the last step.
+    start, and in the last step. `approval`: whether the step ends only after an operator's command.
     """
 
     kind: StepKind

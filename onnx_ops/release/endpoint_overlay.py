@@ -131,13 +131,13 @@ class EndpointOverlay(EndpointProvider):
         ]
 
     def list_memory(self, config: EndpointConfig) -> Sequence[ServerMemory]:
-        """Return the memory of the servers."""
+        """Return the memory of the servers, from the wrapped provider."""
         return self._inner.list_memory(config)
 
     def count_by_server(
         self, config: EndpointConfig, servers: Collection[str], deployments: Collection[str]
     ) -> Sequence[GenerationCounts]:
-        """Return the counts of servers."""
+        """Return the counts of servers, from the wrapped provider."""
         return self._inner.count_by_server(config, servers, deployments)
 
     def forget_server(self, config: EndpointConfig, name: str) -> None:
@@ -183,7 +183,7 @@ class EndpointOverlay(EndpointProvider):
         return not self.has_changed(config.endpoint) and self._inner.is_unsupervised(config)
 
     def explain_elsewhere(self, config: EndpointConfig) -> str:
-        """Return why a rollback from here would not reach the clients."""
+        """Return why a rollback from here would not reach the clients, or empty."""
         return self._inner.explain_elsewhere(config)
 
     def diagnose(self, endpoints: Mapping[str, Mapping[str, Json]]) -> Iterable[Diagnosis]:
@@ -191,7 +191,7 @@ class EndpointOverlay(EndpointProvider):
         return self._inner.diagnose(endpoints)
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
-        """Return what this machine lacks for the endpoint."""
+        """Return what this machine lacks for the endpoint, or None."""
         return self._inner.find_missing_requirement(config)
 
     def _record(self, config: EndpointConfig, kind: ChangeKind, what: str) -> None:
@@ -246,11 +246,11 @@ class MetricsOverlay(MetricsSource):
     def latencies(
         self, config: EndpointConfig, deployment: str
     ) -> tuple[Sequence[float], Sequence[int]] | None:
-        """Return the latency histogram of a deployment."""
+        """Return the latency histogram of a deployment from the real source, or None."""
         return self._inner.latencies(config, deployment)
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
-        """Return what this machine lacks for the source."""
+        """Return what this machine lacks for the source, or None."""
         return self._inner.find_missing_requirement(config)
 
 

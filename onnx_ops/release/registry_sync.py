@@ -256,6 +256,9 @@ def revert_alias(journal: Journal, refused: VersionRefused) -> None:
     """Record a refusal, revert the alias, and publish the reason on the version.
 
     If the process is killed before the outcome is recorded, the next call completes the refusal.
+
+    Raises:
+        RefusedError: the registry does not permit the change of the alias.
     """
     if journal.state.open_refusal is None:
         journal.append(refused)

@@ -120,9 +120,9 @@ class HistoryFilter:
 class RolloutView:
     """A rollout in progress.
 
-    `step` is an index of `steps`, and `seconds` is the time since the step began. `judged` is None
-    without analysis or readable metrics. `next` describes in one line the next action of a
-    reconciliation, or why it waits.
+    `stable` and `candidate` are names of deployments. `step` is an index of `steps`, and `seconds`
+    is the time since the step began. `judged` is None without analysis or readable metrics. `next`
+    describes in one line the next action of a reconciliation, or why it waits.
     """
 
     endpoint: str

@@ -52,7 +52,8 @@ class WatchEventKind(StrEnum):
 class WatchEvent:
     """One event of a watch.
 
-    `at` is ISO 8601 in UTC. `endpoint` is empty if the event is not about an endpoint.
+    `at` is ISO 8601 in UTC. `endpoint` is empty if the event is not about an endpoint. `did` is the
+    change that was made, if any, and `why` its reason.
     """
 
     at: str
