@@ -77,11 +77,11 @@ class Trial:
     """One model that was built and measured on the tuning rows.
 
     `excluded` are the nodes that stay in float, and `why` is the reason for the trial. `drop` is
-    the loss of the task metric against fp32 (negative: a gain), the largest over the
-    targets' machines. `error` is the root mean square distance of the outputs from those of fp32,
-    in units of their standard deviation. `ratios` are request times divided by the request times of
-    fp32, and `p99` is in seconds, both by target. `failure` is the reason why there are no
-    measurements.
+    the loss of the task metric against fp32 (negative: a gain), the largest over the targets'
+    machines. `error` is the root mean square distance of the outputs from those of fp32, in units
+    of their standard deviation. `ratios` are request times divided by the request times of fp32,
+    and `p99` is in seconds, both by target. `p99` is measured only if the budget limits it and
+    permits `drop`. `failure` is the reason why there are no measurements.
     """
 
     recipe: str
@@ -110,7 +110,8 @@ class Trial:
 class Sensitivity:
     """The error of the outputs if only this node were quantized.
 
-    `error` is None if the measurement failed; `failure` then gives the reason.
+    `error` is in the unit of `Trial.error`. It is None if the measurement failed; `failure` then
+    gives the reason.
     """
 
     recipe: str

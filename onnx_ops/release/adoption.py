@@ -59,7 +59,7 @@ def find_missing_key(context: Context, key: Digest) -> dict[str, str]:
 def admit_key(
     context: Context, keys: Mapping[Digest, str], *, by: Digest | None = None, actor: str = ""
 ) -> tuple[str, ...]:
-    """Admit further keys in all ledgers, so that signatures by these keys are valid.
+    """Admit further keys in the ledgers of endpoints, which then accept their signatures.
 
     Args:
         keys: public keys in base64 of DER, by digest.
@@ -98,7 +98,7 @@ def withdraw_key(
     reason: str = "",
     actor: str = "",
 ) -> tuple[dict[str, int], dict[str, Exception]]:
-    """Withdraw a key, so that no ledger accepts new signatures by this key.
+    """Withdraw a key, so that no endpoint's ledger accepts new signatures by this key.
 
     Ledgers that do not accept the key stay unchanged, unless `keep` names them. Call this function
     before the key is removed from the trusted keys.

@@ -142,7 +142,7 @@ def _leave_to_serving(
 ) -> str:
     """Record the skipped promotion at each endpoint where a version was replaced.
 
-    The ledger of each endpoint records this once.
+    A ledger does not record this again while it is the last skipped promotion.
 
     Returns:
         The version that replaced `version` at the first of these endpoints; empty if there is none.

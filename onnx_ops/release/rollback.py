@@ -1,8 +1,9 @@
 """Move all traffic back to a version that served before.
 
-A rollback needs only the ledger and the endpoint. An entry in the ledger requests the rollback,
-which is then pending. Despite failures and killed processes, every reconciliation tries again until
-the endpoint is observed in the requested state, or an operator withdraws the request.
+A rollback needs only the ledger and the endpoint, unless model files are lost. An entry in the
+ledger requests the rollback, which is then pending. Despite failures and killed processes, every
+reconciliation tries again until the endpoint is observed in the requested state, or an operator
+withdraws the request.
 """
 
 from __future__ import annotations
@@ -147,9 +148,10 @@ def roll_back_each(
         Results and errors by endpoint. NotFoundError: the endpoint or version does not exist, or
         there is no previous version. RefusedError: the goal version was itself rolled back before,
         or the endpoint is being deleted. StillPendingError: the rollback was requested, and is not
-        complete yet. UserError: no rollout is in progress, and `candidate_only` is set.
-        MissingKeyError: no key on this machine can sign the request, which does more than return
-        traffic to a granted version. CorruptStateError: the ledger is damaged.
+        complete yet. UserError: `candidate_only` is set, no rollout is in progress, and the last
+        one was not rolled back. MissingKeyError: no key on this machine can sign the request, which
+        does more than return traffic to a granted version. CorruptStateError: the ledger is
+        damaged.
     """
 
     def request(journal: Journal) -> tuple[RollbackResult, Journal]:

@@ -113,7 +113,7 @@ class HistoryFilter:
     since: float = 0.0
     limit: int | None = None
     traffic: bool = False
-    """Whether to select only entries that moved traffic."""
+    """Whether to select only entries that set the traffic: intents that did not fail."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -400,9 +400,9 @@ def _is_selected(
 
 
 def build_lines(entries: Sequence[LedgerEntry], *, traffic_only: bool = False) -> list[HistoryLine]:
-    """Return lines for all entries, or only for entries that moved traffic.
+    """Return lines for all entries, or only for entries that set the traffic.
 
-    A failed action is treated as one that moved no traffic.
+    These are the intents whose action has not failed, even if the traffic stayed the same.
     """
     failed = {
         (e.endpoint, e.body.of)
