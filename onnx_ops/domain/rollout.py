@@ -591,7 +591,12 @@ class _Rollout:
         return Wait(why=f"{share} and needs an operator: {why}", kind=WaitKind.INCONCLUSIVE)
 
     def move_to_step(self, index: int, candidate: Deployment, because: str = "") -> Action:
-        """Return the action that starts the rollout, advances it, or finishes it."""
+        """Return the action that starts the rollout, advances it, or finishes it.
+
+        Args:
+            index: index of the planned step to move to.
+            because: text that is appended to the reason of the action.
+        """
         count, is_start = len(self.policy.planned()), self.roles.candidate is None
         if index < count - 1:
             step = find_step(self.policy, index)
@@ -655,7 +660,8 @@ def find_missing(
 ) -> str:
     """Return the first requirement that a step does not meet yet, or empty.
 
-    A measurement of NaN meets no requirement.
+    A measurement of NaN meets no requirement. `elapsed` is the time in seconds since the step took
+    effect.
     """
     if not analysis.requests >= step.minimum:
         return f"{analysis.requests} of {step.minimum} requests"

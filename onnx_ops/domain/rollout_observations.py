@@ -524,7 +524,10 @@ class Observations:
         )
 
     def with_reading(self, reading: MetricsReading, *, stable: str, candidate: str) -> Observations:
-        """Return the observations with one more reading."""
+        """Return the observations with one more reading.
+
+        `stable` and `candidate` are names of deployments.
+        """
         cold_s = (
             (reading.cold_s.get(candidate, ()), reading.cold_s.get(stable, ()))
             if reading.cold_s
@@ -597,7 +600,8 @@ def diff_readings(
     """Return the counts between two readings of a source without generations.
 
     The result is None without an earlier reading, or if the readings are not in order of time. It
-    is also None if the counters restarted or fell between the readings.
+    is also None if the counters restarted or fell between the readings. `stable` and `candidate`
+    are names of deployments.
     """
     if before is None or before.origin != now.origin or now.at < before.at:
         return None

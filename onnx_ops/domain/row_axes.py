@@ -136,6 +136,10 @@ def find_declared_axes(
     """Return the axis of the rows of each input whose free axes are declared.
 
     By default, axis 0 of an input is a batch.
+
+    Args:
+        dynamic: names of free axes, by input and axis.
+        shapes: shapes of arrays for the inputs.
     """
     return find_row_axes(
         {

@@ -59,7 +59,7 @@ def find_missing_key(context: Context, key: Digest) -> dict[str, str]:
 def admit_key(
     context: Context, keys: Mapping[Digest, str], *, by: Digest | None = None, actor: str = ""
 ) -> tuple[str, ...]:
-    """Admit further keys in the ledgers of endpoints, which then accept their signatures.
+    """Admit keys in the ledgers of endpoints, which then accept their signatures.
 
     Args:
         keys: public keys in base64 of DER, by digest.

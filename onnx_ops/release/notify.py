@@ -208,7 +208,7 @@ def _send(notification: Notification, name: str, notifier: Notifier) -> Delivery
 
 
 def _add_link(context: Context, notification: Notification) -> Notification:
-    """Return the notification with the address of the model, if the registry has web pages.
+    """Return the notification with the web address of its model, if there is one.
 
     The notification is unchanged if the registry does not answer.
     """

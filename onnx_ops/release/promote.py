@@ -356,6 +356,10 @@ def abandon_dropped(
 ) -> tuple[str, ...]:
     """Unbind the endpoints that the file no longer names, and record the reason.
 
+    Args:
+        pipeline: name of the pipeline.
+        configs: configs of all endpoints that its file names.
+
     Returns:
         The names of the unbound endpoints.
 

@@ -120,6 +120,10 @@ def reconcile_until_stable(
     At most `MAX_STEPS` steps are taken. If another writer, such as a rollback command, was first,
     the step is decided again.
 
+    Args:
+        on_step: function that receives the report of each step.
+        is_stopped: function that returns whether to stop after the present step.
+
     Returns:
         The report of each step. If no change is due, the last report gives the reason.
 

@@ -193,6 +193,9 @@ def materialize(
 
     The files are in a folder from which an endpoint can load them.
 
+    Args:
+        authority: the decision or override that allows the version to serve.
+
     Raises:
         DigestMismatchError: the registry's content differs from what was registered.
         NotFoundError: the registry does not have the files.

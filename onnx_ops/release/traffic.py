@@ -41,6 +41,9 @@ def measure_traffic(
     The rate is that of the window. The share of errors, and the latencies, are those of all counts
     that the source has of the stable version.
 
+    Args:
+        window_s: shortest time between the two readings that are compared, in seconds.
+
     Raises:
         NotFoundError: no pipeline has bound the endpoint.
         UserError: the endpoint serves no version, or got no requests.
