@@ -18,7 +18,6 @@ from onnx_ops.cli.common import (
     AsJson,
     Endpoints,
     Quiet,
-    Reason,
     exit_after_steps,
     open_project,
     parse_duration,
@@ -101,7 +100,15 @@ def promote(
         typer.Argument(metavar="MODEL/VERSION", help="A registered version, e.g. digits-mlp/3."),
     ],
     target: Target,
-    reason: Reason = "",
+    reason: Annotated[
+        str,
+        typer.Option(
+            "--reason",
+            "-m",
+            help="Reason, recorded in a tag of the version; with --override, in the ledger.",
+            show_default=False,
+        ),
+    ] = "",
     actor: Actor = "",
     override: Annotated[
         bool,

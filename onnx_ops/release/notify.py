@@ -118,7 +118,8 @@ class NotificationLoop:
         self._endpoints = endpoints
         self._on_result = on_result
         self._backoffs = defaultdict[str, Backoff](partial(Backoff, interval_s))
-        self._errors: dict[str, str] = {}
+        self._errors: dict[tuple[str, str], str] = {}
+        """Last errors by endpoint, for damaged ledgers, or by notifier; the other name is empty."""
 
     def run(self, stopped: threading.Event) -> None:
         """Run passes until `stopped` is set, then one more pass for the last changes."""
@@ -148,8 +149,10 @@ class NotificationLoop:
             # A damaged ledger must not stop the notifications of other endpoints.
             except CorruptStateError as error:
                 results = (DeliveryResult(endpoint=endpoint, notifier="", error=str(error)),)
+            else:
+                self._errors.pop((endpoint, ""), None)
             for result in results:
-                source = result.notifier or result.endpoint
+                source = ("", result.notifier) if result.notifier else (endpoint, "")
                 if result.sent or (result.error and self._errors.get(source) != result.error):
                     self._on_result(result)
                 if result.error:
@@ -158,7 +161,7 @@ class NotificationLoop:
         for name in ready:
             self._backoffs[name].record(failed=name in failed)
             if name not in failed:
-                self._errors.pop(name, None)
+                self._errors.pop(("", name), None)
 
 
 def _send_through(context: Context, endpoint: str, name: str, notifier: Notifier) -> DeliveryResult:

@@ -243,9 +243,9 @@ def promote(
         did = "serves already"
     else:
         registry.set_alias(model, format_alias("challenger", target), version)
-        if reason:
-            registry.annotate(model, version, {f"promoted.{target}": reason[:MAX_TEXT]})
         did = "challenger"
+    if reason and did != "serves already":
+        registry.annotate(model, version, {f"promoted.{target}": reason[:MAX_TEXT]})
     return PromotionResult(
         model=model, version=version, target=target, did=did, endpoints=names or expects
     )

@@ -187,8 +187,11 @@ def delete_orphans(context: Context, orphans: Sequence[Orphan]) -> tuple[Orphan,
     }
     gone = []
     for one in orphans:
+        config = configs.get(one.endpoint)
+        if config is None:  # Another process has deleted the endpoint since the survey.
+            continue
         try:
-            context.provider(one.provider).delete_orphan(configs[one.endpoint], one.leftover)
+            context.provider(one.provider).delete_orphan(config, one.leftover)
         except ConflictError:
             continue
         gone.append(one)

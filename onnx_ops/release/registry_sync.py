@@ -326,6 +326,7 @@ def write_pending_aliases(journal: Journal) -> str:
     state, config = journal.state, journal.config
     pending = dict(state.pending_aliases)
     champion = format_alias("champion", config.target)
+    moved: set[str] = set()
     registry = journal.context.registry()
     present = registry.aliases(config.model)
     # The champion alias is written last. While it points to the old version, the registry's server
@@ -335,15 +336,17 @@ def write_pending_aliases(journal: Journal) -> str:
         if version is None:
             if current is not None and not _is_request(journal, name, current):
                 registry.delete_alias(config.model, name)
-        elif current != version and not (
-            name == champion and _is_moved_by_user(state, name, current)
-        ):
+        elif name == champion and _is_moved_by_user(state, name, current):
+            moved.add(name)
+        elif current != version:
             try:
                 registry.set_alias(config.model, name, version)
             except NotFoundError:  # The version was deleted, so the alias stays unchanged.
                 pending[name] = current
     publish_entries(journal, pending)
-    return ", ".join(f"{name} -> {version or 'none'}" for name, version in pending.items())
+    return ", ".join(
+        f"{name} -> {version or 'none'}" for name, version in pending.items() if name not in moved
+    )
 
 
 def publish_rejections(journal: Journal) -> bool:

@@ -276,3 +276,19 @@ def test_read_intact_of_damaged_ledger_returns_entries_before_damage(site: Site)
     assert site.context.ledger.read_intact("digits") == whole[:2]
     assert isinstance(find_corruption(site.context, "digits"), CorruptStateError)
     assert find_corruption(site.context, "faces") is None
+
+
+def test_notification_loop_reports_damage_again_after_repair(site: Site) -> None:
+    site.scene.world.notifiers["chat"] = FakeNotifier()
+    reports: list[DeliveryResult] = []
+    loop = NotificationLoop(
+        site.context, interval_s=5.0, endpoints=lambda: ("faces",), on_result=reports.append
+    )
+    path = site.folder / "faces" / "00000001.jsonl"
+    whole = path.read_bytes()
+    for _ in range(2):
+        site.break_entry("faces", 1)
+        loop.send_all()
+        path.write_bytes(whole)
+        loop.send_all()
+    assert [one.endpoint for one in reports if one.error] == ["faces", "faces"]
