@@ -22,7 +22,7 @@ from onnx_ops.domain.row_axes import find_output_axes, find_row_axes, is_free
 from onnx_ops.domain.target import Diagnosis, HardwareFingerprint, Target
 from onnx_ops.errors import UserError
 from onnx_ops.measure.files import get_values
-from onnx_ops.ports import Context, ExportRequest, Runtime, Store, Tensors
+from onnx_ops.ports import Context, Runtime, Store, Tensors
 from onnx_ops.ports.runtime import (
     LoadSamples,
     LoadSchedule,
@@ -35,6 +35,7 @@ from onnx_ops.ports.runtime import (
 
 if TYPE_CHECKING:
     from onnx_ops.domain.pipeline import Export
+    from onnx_ops.ports import ExportRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,6 +248,9 @@ def build_export_request(
     `ExportRequest`.
     """
     fixed: dict[str, Mapping[int, str]] = {name: {} for name in layout.values}
+    # The import takes longer than the judgement of many pairs, which uses this module too.
+    from onnx_ops.ports import ExportRequest
+
     return ExportRequest(
         section=replace(section, dynamic={**fixed, **section.dynamic}),
         samples=layout.arrange(samples),

@@ -6,18 +6,14 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from onnx_ops.domain.pipeline import Export
+from onnx_ops.domain.quantities import Json
+from onnx_ops.domain.target import CustomOps
 from onnx_ops.ports.data import Array, Dataset, Tensors
 from onnx_ops.ports.plugin import Plugin
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    from onnx_ops.domain.pipeline import Export
-    from onnx_ops.domain.quantities import Json
-    from onnx_ops.domain.target import CustomOps
+from onnx_ops.ports.tree import Tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,24 +138,6 @@ class TracingExporter(Exporter):
         Raises:
             UserError, StageError: as for `export`.
         """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tree:
-    """One decision tree, its n nodes in preorder.
-
-    A split is followed by its branch up to the threshold, then by the other branch.
-
-    Attributes:
-        features: The column that a split compares, int64 of shape (n,); -1 at a leaf.
-        thresholds: The largest float32 that still takes the first branch, of shape (n,); 0 at a
-            leaf.
-        weights: What a leaf adds to each output, float32 of shape (n, outputs); 0 at a split.
-    """
-
-    features: npt.NDArray[np.int64]
-    thresholds: npt.NDArray[np.float32]
-    weights: npt.NDArray[np.float32]
 
 
 class TreeExporter(Exporter):

@@ -5,15 +5,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from onnx_ops.domain.arithmetic import Arithmetic
+from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.errors import UserError
 from onnx_ops.ports.data import Tensors
 from onnx_ops.ports.plugin import Plugin
-
-if TYPE_CHECKING:
-    from onnx_ops.domain.arithmetic import Arithmetic
-    from onnx_ops.domain.pipeline import Quantize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,8 @@ from onnx_ops.onnx_graph.files import write_model
 from onnx_ops.onnx_graph.rewrites import renumber_names
 from onnx_ops.ports import TreeExporter
 from onnx_ops.ports.data import Array, Tensors
-from onnx_ops.ports.export import ExportRequest, Tree
+from onnx_ops.ports.export import ExportRequest
+from onnx_ops.ports.tree import Tree
 
 FILE = "model.joblib"
 LABEL, PROBABILITIES, SCORES, VARIABLE = "label", "probabilities", "scores", "variable"

@@ -10,7 +10,7 @@ import numpy as np
 
 from onnx_ops.adapters.exporters.sklearn_signature import get_last_step
 from onnx_ops.onnx_graph.tree_ensembles import ENSEMBLES, order_nodes
-from onnx_ops.ports.export import Tree
+from onnx_ops.ports.tree import Tree
 
 _FORESTS = (
     "RandomForestClassifier",
