@@ -116,8 +116,9 @@ def test_load_search_object_without_refit_raises_user_error(tmp_path: Path) -> N
     )
     searched.fit(COLUMNS["visits"], LABEL)
     SklearnExporter().save(searched, tmp_path)
-    with pytest.raises(UserError, match="`refit` is off"):
+    with pytest.raises(UserError, match="`refit` is off") as refused:
         SklearnExporter().load(tmp_path)
+    assert "unpickled" not in str(refused.value)
 
 
 def test_export_of_imputer_over_integers_equals_source(tmp_path: Path) -> None:

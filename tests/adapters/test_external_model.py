@@ -12,6 +12,7 @@ from onnx_ops.adapters.pinned_files import PinnedFiles
 from onnx_ops.adapters.registries.mlflow_connection import MlflowModels
 from onnx_ops.domain.artifact import digest_file
 from onnx_ops.errors import NotFoundError, ServiceUnavailableError, UserError
+from onnx_ops.onnx_graph.files import digest_model
 from onnx_ops.testing.models import write_perceptron
 from tests.support.external import write_external
 from tests.support.web_files import serve_web_files
@@ -31,7 +32,7 @@ def test_user_model_at_local_path_is_used_in_place(
 ) -> None:
     write_perceptron(tmp_path / "mine.onnx")
     assert models.path("mine.onnx", tmp_path / "s") == tmp_path / "mine.onnx"
-    assert models.digest("mine.onnx") == digest_file(tmp_path / "mine.onnx")
+    assert models.digest("mine.onnx") == digest_model(tmp_path / "mine.onnx")
     with pytest.raises(NotFoundError, match="no such model") as missing:
         models.digest("other.onnx")
     assert "project's root" in missing.value.remedy
@@ -53,6 +54,20 @@ def test_user_model_digest_of_url_changes_with_content(
     memory.pipe("/brought/mine.onnx", b"another model, of another size")
     assert models.digest(place) != before
     memory.rm("/brought", recursive=True)
+
+
+def test_user_model_digest_of_file_changes_with_external_data(
+    models: UserSuppliedModels, tmp_path: Path
+) -> None:
+    write_external(tmp_path / "mine.onnx", "weights.bin")
+    before, graph = models.digest("mine.onnx"), digest_file(tmp_path / "mine.onnx")
+    weights = tmp_path / "weights.bin"
+    weights.write_bytes(weights.read_bytes()[::-1])
+    assert digest_file(tmp_path / "mine.onnx") == graph
+    assert models.digest("mine.onnx") != before
+    weights.unlink()
+    with pytest.raises(NotFoundError, match=r"weights\.bin"):
+        models.digest("mine.onnx")
 
 
 def test_user_model_at_pinned_address_is_downloaded_once(

@@ -49,6 +49,10 @@ class Strange(Optimizer):
     tools = ()
     quantized = False
     needs_calibration = True
+    reads_ranges = True
+
+    def read_ranges(self, request, path, shard):
+        path.write_text(f"{request.section.name} {shard}")
 
     def optimize(self, request):
         print("about to", request.section.name, flush=True)
@@ -257,6 +261,14 @@ def test_isolated_optimizer_passes_request_to_tool_and_has_its_attributes(
     assert strange.inline_files(request.section, tmp_path) is request.section
     assert strange.quantizes(request.section) is False
     assert strange.files(request.section) == ()
+
+
+def test_isolated_optimizer_reads_ranges_of_shard_in_its_environment(
+    strange: IsolatedOptimizer, tmp_path: Path
+) -> None:
+    assert strange.reads_ranges
+    strange.read_ranges(ask(strange, tmp_path, "parts"), tmp_path / "ranges", (1, 3))
+    assert (tmp_path / "ranges").read_text() == "parts (1, 3)"
 
 
 @pytest.mark.parametrize(

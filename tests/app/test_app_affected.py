@@ -12,6 +12,7 @@ import pytest
 from onnx_ops.app.affected import affected, changed_since
 from onnx_ops.app.context import Project, open_project
 from onnx_ops.app.project import prepare
+from tests.support.external import write_external
 from tests.support.git import commit_all, git
 
 PIPELINE = """\
@@ -70,6 +71,22 @@ def test_affected_of_user_model_includes_code_of_its_classes(
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "model.joblib").write_bytes(b"\x80\x02cnets\nNet\n)\x81.")
     assert touched(project, "nets.py", "layers.py", "other.py") == ("layers.py", "nets.py")
+
+
+def test_affected_of_user_onnx_file_includes_its_external_data(
+    project: Project, tmp_path: Path
+) -> None:
+    brought = PIPELINE.replace(
+        'train: {run: "code_of_it:train", depends: [words.txt]}', "model: models/m.onnx"
+    ).replace("framework: sklearn", "framework: onnx")
+    write(tmp_path, **{FILE: brought})
+    (tmp_path / "models").mkdir()
+    write_external(tmp_path / "models" / "m.onnx", "m.onnx.data")
+    changed = ("models/m.onnx.data", "m.onnx.data", "models/other.data")
+    assert touched(project, *changed) == ("models/m.onnx.data",)
+    assert touched(project, "models/m.onnx.data.dvc") == ("models/m.onnx.data.dvc",)
+    (tmp_path / "models" / "m.onnx").write_bytes(b"a pointer")
+    assert touched(project, "models/m.onnx") == ("models/m.onnx",)
 
 
 def test_changed_since_commit_lists_changed_new_and_deleted_files(tmp_path: Path) -> None:

@@ -257,6 +257,18 @@ def test_reference_of_slow_source_uses_fewer_rows_and_records_limit(
     assert max(len(group.inputs["x"]) for group in asked.groups) == 16
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_reference_of_slow_source_with_few_rows_limits_other_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    path = write_perceptron(tmp_path / "model.onnx")
+    clock = [0.0]
+    monkeypatch.setattr("onnx_ops.measure.reference_outputs.time.perf_counter", lambda: clock[0])
+    slow: Any = Slow(clock)
+    collect_reference_outputs(slow, None, path, rows(count), seconds=60)
+    assert clock[0] < 90
+
+
 class Ranked:
     """A source that returns the elements of the reversed row in the order of the row."""
 

@@ -102,6 +102,13 @@ def test_read_prediction_of_decoded_rows_joins_boxes_and_rejects_wrong_shape() -
         read_prediction(definition, {"raw": np.zeros((3, 7))}, lambda _: [rows[0], [1.0, 2], []])
 
 
+@pytest.mark.parametrize("answer", [{"box": 1}, [[1, 2], [3]], 0.5])
+def test_read_prediction_of_decoded_row_without_array_raises_user_error(answer: object) -> None:
+    definition = MetricGate(name="map", decode="shop:decode").definition()
+    with pytest.raises(UserError, match="answer of shop:decode"):
+        read_prediction(definition, {"raw": np.zeros((1, 7))}, lambda _: [answer])
+
+
 def test_measure_metrics_of_map_returns_estimate_and_interval(tmp_path: Path) -> None:
     answers = make_detections()
     answers[0, 0, 5] = 0

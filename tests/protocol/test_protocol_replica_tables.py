@@ -15,7 +15,12 @@ from hypothesis import strategies as st
 
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.endpoint import EndpointState, TrafficSplit
-from onnx_ops.errors import CorruptStateError, InvalidSignatureError, NotFoundError
+from onnx_ops.errors import (
+    CorruptStateError,
+    InvalidSignatureError,
+    NotFoundError,
+    ServiceUnavailableError,
+)
 from onnx_ops.protocol.replica_tables import (
     ReplicaTable,
     RollbackTable,
@@ -228,6 +233,17 @@ class TestFindNewest:
         assert found is not None
         assert found.number == TableNumber(4, 1)
         assert self.find(stored, TableNumber(4, 1)) is None
+
+    def test_find_newest_with_unavailable_table_raises_instead_of_returning_older_table(
+        self, stored: dict[TableNumber, StoredTable]
+    ) -> None:
+        def read(number: TableNumber) -> StoredTable:
+            if number == max(stored):
+                raise ServiceUnavailableError("the store does not answer")
+            return stored[number]
+
+        with pytest.raises(ServiceUnavailableError):
+            find_newest([f"{number}.json" for number in stored], read)
 
     @pytest.mark.parametrize(("to", "leader"), [(2, "a"), (3, "b"), (4, "b"), (1, "a")])
     def test_find_newest_with_rollback_entry_gives_all_traffic_to_one_deployment(
