@@ -280,9 +280,13 @@ class Pages:
 
         Raises:
             NotFoundError: none of these models has the version.
+            OnnxOpsError: the snapshot or the registry cannot be read.
         """
         missing = NotFoundError("there is no such version", where=f"{model}/{version}")
-        if model not in (await self.read_snapshot()).models:
+        snapshot = await self.read_snapshot()
+        if snapshot.error is not None:
+            raise snapshot.error
+        if model not in snapshot.models:
             raise missing
         versions, aliases = await self._read_versions(model)
         if version not in {listed.version for listed in versions}:

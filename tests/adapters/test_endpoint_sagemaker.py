@@ -159,6 +159,13 @@ def test_sagemaker_apply_of_changed_options_resolves_drift(
     assert site.drift(before) == []
 
 
+def test_sagemaker_observe_of_split_that_options_cannot_produce_returns_it(site: Site) -> None:
+    site.apply(1, config_of("mixed"), blue=90, green=10)
+    state = site.provider.observe(config_of("mixed", strategy="guarded"))
+    assert state is not None
+    assert dict(state.split.weights) == {"blue": 90, "green": 10}
+
+
 def test_sagemaker_drift_of_instance_counts_ignores_external_autoscaling(site: Site) -> None:
     config, state = config_of("counted"), site.state(blue=100)
     site.provider.apply(config, state, generation=1)

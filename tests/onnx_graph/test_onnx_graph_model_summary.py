@@ -124,3 +124,10 @@ def test_summarize_model_lists_block_sizes_without_kernel(
         )
     )
     assert (found.blocks == {}) is runs
+
+
+def test_summarize_model_reads_default_block_size_of_gather(tmp_path: Path) -> None:
+    node = "y = com.microsoft.GatherBlockQuantized<bits = 4>(w, i, s)"
+    stored = {"w": np.zeros((6, 64), np.uint8), "s": np.ones((6, 1), np.float32)}
+    graph = f"(int64[N] i) => (float[N,128] y) {{ {node} }}"
+    assert summarize_model(write_graph(tmp_path / "m.onnx", graph, **stored)).blocks == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,9 @@ from onnx_ops.config.targets import PROFILES, TargetFiles
 from onnx_ops.errors import UserError
 from onnx_ops.onnx_graph.compatibility import check_model
 from onnx_ops.onnx_graph.files import read_model, read_structure
-from onnx_ops.onnx_graph.model_info import read_model_info
+from onnx_ops.onnx_graph.model_info import read_model_info, write_copy
 from onnx_ops.onnx_graph.ort_format import is_ort_format
+from onnx_ops.onnx_graph.python_source import write_python_source
 from onnx_ops.testing.models import rows, write_perceptron
 from onnx_ops.tools.quantize import check_paths
 
@@ -94,3 +96,22 @@ def remedy_of(path: Path) -> str:
     except UserError as error:
         return error.remedy or "none"
     return ""
+
+
+def _set_license(stored: Path) -> None:
+    write_copy(stored, stored, {"license": "MIT"})
+
+
+def _write_source(stored: Path) -> None:
+    write_python_source(stored, stored.with_name("source.py"))
+
+
+@pytest.mark.parametrize("rewrite", [_set_license, _write_source])
+def test_rewriting_ort_file_raises_user_error_and_keeps_it(
+    stored: Path, rewrite: Callable[[Path], None]
+) -> None:
+    before = stored.read_bytes()
+    with pytest.raises(UserError, match="ORT format cannot be rewritten"):
+        rewrite(stored)
+    assert stored.read_bytes() == before
+    assert not stored.with_name("source.py").exists()

@@ -295,3 +295,15 @@ def test_read_of_awaited_flow_runs_sends_one_request(pool: str, client: SyncPref
         assert requests.call_count == 1
         with pytest.raises(ObjectNotFound):
             pools._read(client, uuid.uuid4())
+
+
+def test_read_of_more_awaited_runs_than_one_page_finds_all(
+    pool: str, client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from onnx_ops.orchestration.pools import PrefectPools
+
+    monkeypatch.setattr("onnx_ops.orchestration.pools.PAGE_SIZE", 2)
+    pools = PrefectPools(poll=600.0)
+    asked = {ask_for(client, pool, f"train/{number}").id for number in range(5)}
+    pools._waited.update(asked)
+    assert {pools._read(client, run).id for run in asked} == asked

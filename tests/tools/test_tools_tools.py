@@ -26,6 +26,7 @@ from onnx_ops.domain.gate import (
 )
 from onnx_ops.errors import MeasurementError, UserError
 from onnx_ops.measure import speed
+from onnx_ops.onnx_graph.compatibility import check_model
 from onnx_ops.onnx_graph.input_bounds import read_input_bounds
 from onnx_ops.statistics.latency import FULL_RUN, LOOKS
 from onnx_ops.statistics.probes import BATCH_SIZES
@@ -35,9 +36,11 @@ from onnx_ops.tools.bench import ComparisonResult, benchmark, benchmark_pair, bu
 from onnx_ops.tools.compare import ParityResult, compare
 from onnx_ops.tools.generated_rows import generate_samples
 from onnx_ops.tools.model_inputs import shared_inputs
+from onnx_ops.tools.quantize import _copy_with_weights
 from onnx_ops.tools.sample_rows import build_groups
 from onnx_ops.tools.supplied_rows import check_samples, find_input_problems
 from tests.measure.scripted import Scripted
+from tests.support.external import write_external
 from tests.support.golden import Golden
 from tests.support.graphs import write_graph
 from tests.support.pairs import write_changed
@@ -499,3 +502,16 @@ class TestBench:
             UserError, match="accepts opset <= 9, IR version <= 13; this model has opset 18"
         ):
             benchmark(RUNTIME, replace(CPU, max_opset=9), model, rows(1), runs=20, conditions=dict)
+
+
+def test_copy_with_weights_renames_them_and_replaces_no_other_file(tmp_path: Path) -> None:
+    made, source = tmp_path / "trial" / "model.onnx", tmp_path / "model.onnx"
+    made.parent.mkdir()
+    write_external(made, "model.onnx.data", factors=(5.0, 7.0))
+    write_external(source, "model.onnx.data")
+    before = (tmp_path / "model.onnx.data").read_bytes()
+    _copy_with_weights(made, tmp_path / "best.closest.onnx")
+    assert (tmp_path / "model.onnx.data").read_bytes() == before
+    factors = np.array([5.0, 7.0], np.float32).tobytes()
+    assert (tmp_path / "best.closest.onnx.data").read_bytes() == factors
+    check_model(tmp_path / "best.closest.onnx")

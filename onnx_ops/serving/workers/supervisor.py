@@ -388,6 +388,7 @@ class Supervisor:
                 # The trial load and the workers' loads share one time limit.
                 await self._pool.prepare(revision, _PREPARE_S - (time.monotonic() - started_at))
                 self._shadows.start(revision)
+                self._bind(state)
                 self._publisher.publish(revision)
                 self._start_epochs()
             except OnnxOpsError as error:
@@ -401,14 +402,24 @@ class Supervisor:
             self._previous = before
             self._watched = None
             self._shadows.retain(revision)
-            if (trust := TrustPolicy.from_options(self._folder, self._options)) is not None:
-                trust.bind(state)
             await self._pool.finish(revision.number, is_published=True)
             self._copies.retain(_list_deployments(state, before))
             try:
                 self._audit.record_result(actor, state)
             except OnnxOpsError as error:
                 _log.error("generation %d is published, but %s", state.generation, error)
+
+    def _bind(self, state: EndpointState) -> None:
+        """Bind the server to the model of the first state, if it must be signed."""
+        trust = TrustPolicy.from_options(self._folder, self._options)
+        if trust is None:
+            return
+        try:
+            trust.bind(state)
+        except OSError as error:
+            raise ServiceUnavailableError(
+                "the binding of the server could not be written", why=str(error)
+            ) from error
 
     async def _try_new(self, state: EndpointState, before: EndpointState | None) -> None:
         """Load the deployments that the workers do not have, in a trial process.

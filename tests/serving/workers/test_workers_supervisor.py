@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from onnx_ops.domain.endpoint import EndpointState, TrafficSplit
-from onnx_ops.errors import UserError
+from onnx_ops.errors import ServiceUnavailableError, UserError
 from onnx_ops.protocol.messages import Counts, UserCountsRequest
 from onnx_ops.protocol.routing_table import TableFile, build_next_table
 from onnx_ops.protocol.server_process import ServerOptions
@@ -201,3 +204,27 @@ def test_publish_during_cold_start_waits_for_its_end_before_trial_load(
     monkeypatch.setattr(supervisor_module, "run_trial_load", try_load)
     asyncio.run(publish())
     assert ended == ["cold start", "trial load"]
+
+
+def test_publish_whose_binding_cannot_be_written_publishes_nothing(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def succeed(*_: object, **__: object) -> None:
+        pass
+
+    supervisor = site.supervisor
+    before = site.publisher.current
+    assert before is not None
+    monkeypatch.setattr(
+        supervisor_module.TrustPolicy, "from_options", lambda *_: SimpleNamespace(bind=refuse)
+    )
+    monkeypatch.setattr(supervisor, "_try_new", succeed)
+    monkeypatch.setattr(supervisor._pool, "prepare", succeed)
+    state = before.table.state
+    changed = replace(state, split=TrafficSplit(weights={"old": 100, "new": 0}), generation=2)
+    with pytest.raises(ServiceUnavailableError, match="binding"):
+        asyncio.run(supervisor.publish(changed, "al"))
+    assert site.publisher.current is before
