@@ -30,7 +30,7 @@ from synthetic_project import in_this_process, write_project  # noqa: E402
 from onnx_ops.app.context import Project, open_project  # noqa: E402
 from onnx_ops.app.project import execute, prepare  # noqa: E402
 from onnx_ops.app.results import summarize  # noqa: E402
-from onnx_ops.domain.pipeline import StageStatus  # noqa: E402
+from onnx_ops.domain.plan import StageStatus  # noqa: E402
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from typing import Any
 
 from prefect import State, flow
 
-from onnx_ops.domain.pipeline import StageKind
+from onnx_ops.domain.plan import StageKind
 from onnx_ops.orchestration.environment import project_of
 from onnx_ops.orchestration.flows import ends_as_failed, run_affected
 

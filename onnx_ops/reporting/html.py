@@ -16,8 +16,8 @@ from onnx_ops.domain.evidence import (
     LatencyComparison,
     LatencySamples,
     PairedRatios,
-    RuntimeFacts,
 )
+from onnx_ops.domain.execution import RuntimeFacts
 from onnx_ops.domain.gate import GATES
 from onnx_ops.domain.quantization import SearchRecord
 from onnx_ops.domain.release import BaseRelease, Choice, Lineage, Provenance, flatten_origins

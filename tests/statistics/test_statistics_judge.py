@@ -20,11 +20,11 @@ from onnx_ops.domain.evidence import (
     PairedCounts,
     PairedRatios,
     ParityMeasurement,
-    RuntimeFacts,
     SourceLimits,
     ThroughputMeasurement,
     WeightMeasurement,
 )
+from onnx_ops.domain.execution import RuntimeFacts
 from onnx_ops.domain.gate import (
     GATES as GATE_KINDS,
 )

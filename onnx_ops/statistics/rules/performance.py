@@ -14,10 +14,10 @@ from onnx_ops.domain.evidence import (
     Evidence,
     LatencyComparison,
     PairedRatios,
-    RuntimeFacts,
     ThroughputMeasurement,
     throughput_metric_name,
 )
+from onnx_ops.domain.execution import RuntimeFacts
 from onnx_ops.domain.gate import ColdStartGate, LatencyGate, MemoryGate, SizeGate, ThroughputGate
 from onnx_ops.statistics.latency import (
     LOOKS,

@@ -20,6 +20,7 @@ from onnx_ops.protocol.messages import Counts, UserCountsRequest
 from onnx_ops.protocol.routing_table import TableFile, build_next_table
 from onnx_ops.protocol.server_process import ServerOptions
 from onnx_ops.serving import rollout_counts
+from onnx_ops.serving.inference.integrity import TrustPolicy
 from onnx_ops.serving.metrics import EPOCH, EPOCH_FAILURES, SharedMetrics
 from onnx_ops.serving.workers import supervisor as supervisor_module
 from onnx_ops.serving.workers.listeners import LOOPBACK, ListenerSockets, listen_tcp
@@ -218,9 +219,7 @@ def test_publish_whose_binding_cannot_be_written_publishes_nothing(
     supervisor = site.supervisor
     before = site.publisher.current
     assert before is not None
-    monkeypatch.setattr(
-        supervisor_module.TrustPolicy, "from_options", lambda *_: SimpleNamespace(bind=refuse)
-    )
+    monkeypatch.setattr(TrustPolicy, "from_options", lambda *_: SimpleNamespace(bind=refuse))
     monkeypatch.setattr(supervisor, "_try_new", succeed)
     monkeypatch.setattr(supervisor._pool, "prepare", succeed)
     state = before.table.state
