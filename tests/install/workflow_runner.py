@@ -198,6 +198,8 @@ class Runner:
                 **{name: str(file) for name, file in files.items()},
                 "GITHUB_STEP_SUMMARY": str(self.temp / "summary"),
                 "RUNNER_TEMP": str(self.temp),
+                # pip would compile thousands of modules that no step imports.
+                "PIP_NO_COMPILE": "1",
             },
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
