@@ -224,6 +224,7 @@ def test_publish_whose_binding_cannot_be_written_publishes_nothing(
     monkeypatch.setattr(supervisor._pool, "prepare", succeed)
     state = before.table.state
     changed = replace(state, split=TrafficSplit(weights={"old": 100, "new": 0}), generation=2)
+    supervisor._orphans_ended.set()
     with pytest.raises(ServiceUnavailableError, match="binding"):
-        asyncio.run(supervisor.publish(changed, "al"))
+        asyncio.run(asyncio.wait_for(supervisor.publish(changed, "al"), 20))
     assert site.publisher.current is before
