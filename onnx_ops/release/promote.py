@@ -209,8 +209,8 @@ def promote(
     If no endpoint serves the target, the version becomes the champion immediately.
 
     Args:
-        reason: reason that is recorded with an override, which requires it, or on a challenger. It
-            is not recorded otherwise.
+        reason: recorded in a tag of the version, unless it serves already. An override requires the
+            reason, and the ledger records it too.
         override: whether to serve the version regardless of its gates and rollbacks.
         expects: endpoints that will be bound next. If there are any, the reconciler of these
             endpoints sets the champion later.
