@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from onnx_ops.console import snapshot
 from onnx_ops.console.snapshot import SnapshotReader
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointServer, EndpointState
 from onnx_ops.domain.rollout import OperatorCommand
-from onnx_ops.errors import StillPendingError
+from onnx_ops.errors import ServiceUnavailableError, StillPendingError
 from onnx_ops.release.rollback import send_command
 from onnx_ops.testing.fakes import FakeProvider
 from tests.console.console_parts import publish_with_evidence, serving_console
@@ -251,3 +252,17 @@ def test_endpoint_page_without_provider_shows_error_and_recorded_state(tmp_path:
         page = console.show("/endpoints/digits")
     assert "there is no fake called fake" in page
     assert "v1" in page
+
+
+def test_pages_of_release_with_unreadable_ledger_show_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ServiceUnavailableError("the ledger does not answer")
+
+    context = serving("a").context
+    monkeypatch.setattr(snapshot, "list_bound_endpoints", fail)
+    with serving_console(tmp_path, context) as console:
+        page = console.show("/releases/digits/1")
+        assert console.ask("/reports/digits/1").status == 503
+    assert "the ledger does not answer" in page

@@ -127,7 +127,14 @@ def test_collect_user_code_of_missing_module_raises_not_found_error(
 
 
 @pytest.mark.parametrize(
-    "source", [b"def (:\n", b"x = '\x00'\n", b"\xff\xfe\n", b"# coding: nonsense\n"]
+    "source",
+    [
+        b"def (:\n",
+        b"x = '\x00'\n",
+        b"\xff\xfe\n",
+        b"# coding: nonsense\n",
+        pytest.param(b"x = y" + b".z" * 100_000 + b"\n", id="nested"),
+    ],
 )
 def test_collect_user_code_with_invalid_source_raises_user_error(
     project: Path, source: bytes

@@ -323,8 +323,10 @@ def test_champion_alias_set_by_hand_is_treated_as_challenger(trial: Scene) -> No
 def test_promote_without_endpoint_sets_champion_immediately() -> None:
     scene = Scene()
     assert scene.promote(scene.publish("a")).did == "champion"
-    assert scene.promote(scene.publish("b")).did == "champion"
+    assert scene.promote(scene.publish("b"), reason="a better one").did == "champion"
     assert scene.aliases() == {CHAMPION: "2", PREVIOUS: "1"}
+    record = scene.context.registry().version(MODEL, "2")
+    assert record.tags[f"promoted.{TARGET}"] == "a better one"
     assert fold_of(scene) == {CHAMPION: "2", PREVIOUS: "1"}
 
 
