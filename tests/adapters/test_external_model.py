@@ -126,7 +126,7 @@ def test_user_model_digest_of_address_with_unknown_scheme_raises_user_error(
     "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
 )
 def test_user_model_in_mlflow_is_fetched_by_number_or_alias(
-    models: UserSuppliedModels, tmp_path: Path
+    models: UserSuppliedModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import mlflow
     import onnx
@@ -157,3 +157,11 @@ def test_user_model_in_mlflow_is_fetched_by_number_or_alias(
         models.digest("models:/mine/7")
     with pytest.raises(UserError, match="names no version"):
         models.digest("models:/mine")
+
+    def refuse(**_: object) -> None:
+        raise LookupError("Unable to locate credentials")
+
+    # The clients of artifact storage raise errors of any type.
+    monkeypatch.setattr(mlflow.artifacts, "download_artifacts", refuse)
+    with pytest.raises(ServiceUnavailableError, match="cannot be read now"):
+        models.path("models:/mine/1", tmp_path / "denied")
