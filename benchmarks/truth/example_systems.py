@@ -251,8 +251,8 @@ def make_shapes(folder: Path, random: np.random.Generator, count: int) -> World:
     )
 
 
-# The following functions are the steps of the system for tickets: `input` before the model, and
-# `team` after it.
+# The following functions make the system for tickets: its data, its model, and changed versions of
+# its steps. The step `input` runs before the model, and `team` after it.
 
 
 def write_new_tickets(path: Path, random: np.random.Generator, count: int) -> Path:

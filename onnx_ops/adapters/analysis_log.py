@@ -118,7 +118,7 @@ class AnalysisLog:
             return self._follow(state)
         saved = self._read_checkpoint(key)
         if saved is not None and saved.head > state.head:
-            # The entries up to the checkpoint are deleted, and the checkpoint contains their
+            # Another instance deleted the missing entries. The newer checkpoint contains their
             # effect.
             return self._follow(saved)
         data = self._objects.read(_format_name(key, sequence))

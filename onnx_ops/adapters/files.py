@@ -284,7 +284,8 @@ class LocalObjects(ObjectStore):
                 with suppress(OSError):
                     made.rename(place)
                 with suppress(FileNotFoundError):
-                    # Another writer has created the folder, so the rename failed.
+                    # If another writer has created the folder, the rename can fail, and the
+                    # temporary folder is left.
                     made.rmdir()
         return SHARED
 

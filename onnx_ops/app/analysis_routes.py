@@ -216,7 +216,10 @@ def parse_body(body: bytes) -> dict[str, Json]:
 
 
 def _make_hook_reply(verdict: AnalysisVerdict, *, is_open: bool) -> AnalysisReply:
-    """Return 200 or a refusal; Flagger repeats requests after 5xx, but not after 409."""
+    """Return 200, or 409 for a refusal.
+
+    With `retries` in its webhook, Flagger retries a call after 5xx, but not after 409.
+    """
     text = f"{verdict.verdict}: {verdict.reason}\n"
     return AnalysisReply(status=200 if is_open else 409, document=text)
 

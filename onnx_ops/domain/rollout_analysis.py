@@ -129,10 +129,10 @@ class RolloutKey:
 
     @property
     def folder(self) -> str:
-        """Name of the folder of the rollout's entries.
+        """Path of the folder of the rollout's entries, below that of its analysis.
 
-        The name is a digest of the names that the client sent, so that no such name can refer to
-        another folder.
+        The last part is a digest of the names that the client sent, so that no such name can refer
+        to another folder.
         """
         names = [self.rollout, self.stable, self.canary, self.checksum]
         return f"{self.analysis}/{hex_digits(digest_json(names))[:32]}"

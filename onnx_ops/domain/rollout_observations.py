@@ -348,8 +348,8 @@ class MetricsReading:
 
     Servers of onnx-ops report `counts` by server, start and generation. They also report `epochs`:
     the closed epochs that the servers still store, in ascending order. An epoch is closed once
-    every server has closed it. `open_epoch` is the latest epoch that is not closed. The clocks of
-    servers are never compared.
+    every server has closed it, except servers that are far behind. `open_epoch` is the latest epoch
+    that is not closed. The clocks of servers are never compared.
 
     Sources without data about the assignment of users (CloudWatch, Azure Monitor, Prometheus)
     report `tallies` by deployment, and optionally `shadow` and `quantiles`. `tallies` and `shadow`

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from onnx_ops.domain.encoded_inputs import ENCODED_PROPERTY, IMAGE, format_encoded_inputs
 from onnx_ops.errors import UserError, quoted, suggest
-from onnx_ops.onnx_graph.files import read_model, write_model
+from onnx_ops.onnx_graph.files import iterate_graphs, iterate_nodes, read_model, write_model
 
 if TYPE_CHECKING:
     import onnx
@@ -141,9 +141,10 @@ def _align_versions(
 
 
 def _choose_prefix(first: onnx.ModelProto, number: int) -> str:
-    """Return a prefix for names of the second graph that no name of the first one has."""
-    names = {name for node in first.graph.node for name in (node.name, *node.output)}
-    names |= {tensor.name for tensor in first.graph.initializer}
+    """Return a prefix for the second graph that no name of the first graph begins with."""
+    names = {name for node in iterate_nodes(first) for name in (node.name, *node.output)}
+    for graph in iterate_graphs(first):
+        names.update(entry.name for entry in (*graph.initializer, *graph.input))
     prefix = f"step{number + 1}/"
     while any(name.startswith(prefix) for name in names):
         prefix = f"_{prefix}"

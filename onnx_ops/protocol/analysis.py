@@ -96,7 +96,7 @@ FLAGGER_HOOKS = (
     "rollback",
     "event",
 )
-"""Names of Flagger's webhooks that the service accepts."""
+"""Types of Flagger's webhooks that the service accepts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -323,8 +323,9 @@ def _find_folders(
 ) -> Iterator[StoredObject]:
     """Yield the model folders that are no longer needed.
 
-    The plan removes the version of the folder, so that `leaving` has its manifest, or the folder is
-    old. A folder is old if it was stored before `before`, in seconds since the epoch.
+    A folder is no longer needed if its digest is not in `wanted`, and if it is in `leaving` or the
+    folder is old. `leaving` holds the manifests of the versions that the plan removes. A folder is
+    old if it was stored before `before`, in seconds since the epoch.
     """
     for folder in context.files.list_folders():
         # An earlier pruning that was killed possibly removed the version of an old folder, but not

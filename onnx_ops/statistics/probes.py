@@ -444,8 +444,8 @@ def _draw_numbers(chosen: Array, domain: InputDomain, draw: np.random.Generator)
         ends = np.where(row % 2, low.reshape(-1)[place], high.reshape(-1)[place])
         spikes[row, place] = ends
     made[third : 2 * third] = spikes.reshape(made[third : 2 * third].shape)
-    # The last third of the rows covers the whole range of an integer input. So every index is
-    # tested if the range has no more numbers than these rows have elements.
+    # For an integer input, the last third of the rows counts up from the lower bound in equal
+    # steps. If the range has no more numbers than these rows have elements, each is tested.
     if chosen.dtype.kind in "iu":
         swept = made[2 * third :].shape
         count, width = int(np.prod(swept)), high - low + 1

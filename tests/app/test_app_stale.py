@@ -460,5 +460,6 @@ def test_run_of_user_model_after_edit_executes_only_dependent_stages(
     finally:
         world.versions.clear()
         world.write()
-    # `train` reads the file again, and the results of later stages are cached.
+    # `write` has rewritten the model's file, so `train` can run again. The results of the later
+    # stages are cached.
     assert world.run() <= {"train"}

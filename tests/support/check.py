@@ -101,8 +101,8 @@ class NearTests:
         elif change.suffix == ".py":
             yield from ((1, path) for path in self._find_named(change))
             yield from self._find_importing(_name_module(change))
-            # Tests of the package's own folder come last: they can reach the module only through a
-            # command or a plug-in that they name.
+            # The other tests of the module's subpackage come last. They can still reach the module,
+            # for example through a command or a plug-in that they name.
             if change.parts[0] == PACKAGE:
                 yield from (
                     (9, path)

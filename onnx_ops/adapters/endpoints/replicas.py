@@ -710,7 +710,8 @@ class ReplicaEndpoints(EndpointProvider):
         """
         reports = self._reports(config)
         with suppress(OnnxOpsError):
-            # A client that has only read access uses the time of the last report instead.
+            # Without write access, the newest time of a report or of another client's clock file is
+            # used.
             reports.write(CLOCK_FILE, b"")
         entries = [*reports.list_objects(STATUS_FOLDER), *reports.list_objects(CLOCK_FOLDER)]
         now = max((entry.at for entry in entries), default=0.0)

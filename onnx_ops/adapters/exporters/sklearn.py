@@ -212,8 +212,8 @@ def list_outputs(model: object) -> tuple[str, ...]:
     or -1) and scores. The output of a clustering is its label.
 
     A classifier without probabilities has only a label, since the shapes of its scores differ
-    between skl2onnx and scikit-learn. OneClassSVM has only scores: the score of its support vectors
-    is 0, so rounding determines their label.
+    between skl2onnx and scikit-learn. OneClassSVM has only scores: the score of the support vectors
+    on its margin is 0, so rounding determines their label.
     """
     from sklearn.base import is_outlier_detector, is_regressor
 

@@ -424,7 +424,8 @@ def _as_precision(array: Any, precision: str) -> Any:
 
     if array.dtype.kind == "f":
         return array.astype(precision)
-    # The export adds and scales whole numbers in float32, which is exact up to this limit.
+    # The export computes with whole numbers in float32, so the source gets them in float32 too. Up
+    # to this limit, float32 represents whole numbers exactly.
     if (
         array.dtype.kind in "iu"
         and precision == "float32"

@@ -1,4 +1,4 @@
-"""Optimizers that run ONNX Runtime's own 8-bit quantizers."""
+"""Optimizers that run ONNX Runtime's dynamic and static quantizers."""
 
 from __future__ import annotations
 

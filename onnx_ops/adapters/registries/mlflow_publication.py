@@ -296,7 +296,7 @@ class ReleasePublisher:
     ) -> None:
         """Log the run's data sets, and the metrics of both the run and the model.
 
-        Without the model's id, MLflow would attach the metrics only to the first model of a run.
+        Each metric has the model's id. MLflow would attach metrics without an id only to the run.
         `timestamp` is that of the metrics, in milliseconds since the Unix epoch.
         """
         from mlflow.entities import Dataset, DatasetInput, InputTag, Metric

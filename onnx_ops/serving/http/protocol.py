@@ -521,7 +521,7 @@ class HttpProtocol(TimedConnection):
         return PendingResponse(head, b"")
 
     def _send_pending(self, response: RawResponse) -> None:
-        if self._pending is None:  # The client has disconnected before the response was ready.
+        if self._pending is None:  # The client disconnected before the response was ready.
             return
         head, self._pending = self._pending.head, None
         self._hold(0)

@@ -375,7 +375,11 @@ def _log_odds(share: float) -> float:
 def _draw_bins(
     units: npt.NDArray[np.int64], shares: Array, random: np.random.Generator
 ) -> npt.NDArray[np.int64]:
-    """Draw units by badness, shape (*units.shape, bins)."""
+    """Draw the number of units in each bin, shape (*units.shape, bins).
+
+    A bin holds the units with a similar share of events among their requests. `shares` has the
+    probability of each bin.
+    """
     used = np.flatnonzero(shares > 0)
     counts = np.zeros((*units.shape, len(shares)), dtype=np.int64)
     counts[..., used] = random.multinomial(units, shares[used] / shares[used].sum())

@@ -195,7 +195,8 @@ class WaitSimulation:
             yield self._wait_for_units(index)
         elif self.policy.guardrails:
             # The first reading does not end an interval: it only marks where the first interval
-            # begins. The last interval ends at the look, and can be shorter than `INTERVAL_S`.
+            # begins. The last interval ends when the step is analyzed, and can be shorter than
+            # `INTERVAL_S`.
             begun = self.cadence.look_s * self.offsets[index] + self.cadence.lag_s
             times = begun + (design_effect.MIN_INTERVALS - 1) * INTERVAL_S
             yield SimulatedWait("intervals", design_effect.MIN_INTERVALS, times, 1 / INTERVAL_S)
