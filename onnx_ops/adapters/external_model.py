@@ -16,7 +16,6 @@ from onnx_ops.adapters.pinned_files import PinnedFiles
 from onnx_ops.domain.artifact import Digest, digest_file, digest_folder, digest_json
 from onnx_ops.domain.pinned_address import hide_secrets, is_pinned_address
 from onnx_ops.errors import NotFoundError, ServiceUnavailableError, UserError, describe_error
-from onnx_ops.onnx_graph.files import digest_model
 from onnx_ops.plugins import imported, missing_package
 
 if TYPE_CHECKING:
@@ -82,7 +81,12 @@ class UserSuppliedModels:
         path = self._path(place)
         if path.is_dir():
             return digest_folder(path).digest()
-        return digest_model(path) if path.suffix == ".onnx" else digest_file(path)
+        if path.suffix != ".onnx":
+            return digest_file(path)
+        # Every command imports this module, and few read models.
+        from onnx_ops.onnx_graph.files import digest_model
+
+        return digest_model(path)
 
     def path(self, place: str, scratch: Path) -> Path:
         """Return the model as a local path.

@@ -61,6 +61,16 @@ def test_join_graphs_with_equal_inner_names_runs_steps_in_order(tmp_path: Path) 
     assert [o.name for o in joined.graph.output] == ["y"]
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_join_graphs_with_input_named_like_prefixed_weight_keeps_both(number: int) -> None:
+    steps = [build_step("Add", f"step{number}/w", "a", weight=1), build_step("Mul", "a", "y")]
+    joined = onnx_ops.join_graphs(steps)
+    assert [i.name for i in joined.graph.input] == [f"step{number}/w"]
+    assert run(joined, [1, 2]) == run(
+        onnx_ops.join_graphs([build_step("Add", "x", "a", weight=1), steps[1]]), [1, 2]
+    )
+
+
 def test_join_graphs_with_named_connection_connects_other_names() -> None:
     joined = join_graphs(
         [build_step("Add", "x", "a"), build_step("Mul", "b", "y")], connect=[{"a": "b"}]

@@ -52,7 +52,7 @@ class EndpointBinding:
 class TrustPolicy:
     """Keys that a server trusts, and the model and target that it is bound to.
 
-    After the first publication, the binding is stored in the server's folder.
+    The binding is stored in the server's folder before the first state is published.
     """
 
     def __init__(self, keys: TrustedKeys, folder: Path) -> None:
