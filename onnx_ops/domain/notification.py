@@ -172,8 +172,8 @@ def list_pending_notifications(
 
     `entries` are all entries of the ledger, since repetitions depend on earlier entries.
     With `progress`, the steps of a rollout without problems are included. Repetitions within
-    `REPEAT_INTERVAL_S` are omitted: an effect that fails in every pass, an alias that is set
-    repeatedly, an endpoint that keeps failing.
+    `REPEAT_INTERVAL_S` are omitted, such as those of an effect that fails in every pass, or of an
+    alias that is set repeatedly.
     """
     state = ReleaseState(endpoint=endpoint)
     sent_at: dict[tuple[NotificationKind, str], float] = {}
@@ -242,17 +242,14 @@ def _describe_effect(
     name, serving = before.endpoint, _version(action.roles.stable)
     kind, severity, version = NotificationKind.FINISHED, Severity.INFO, serving
     commands: dict[str, str] = {}
+    by_operator = before.pending_rollback is not None and before.pending_rollback.by_operator
     match action.kind:
         case ActionKind.ABORT:
             version = _version(before.roles.candidate)
             commands = {"Undo": _promote(before, version)}
             kind, how = NotificationKind.WITHDRAWN, "withdrawn"
             if action.reject:
-                by_operator = (
-                    before.pending_rollback is not None and before.pending_rollback.by_operator
-                )
-                kind = NotificationKind.OPERATOR if by_operator else NotificationKind.ROLLED_BACK
-                severity = Severity.WARNING if by_operator else Severity.CRITICAL
+                kind, severity = _rate_rollback(by_operator=by_operator)
                 how = "rolled back by an operator" if by_operator else "rolled back"
                 commands = {"Undo": f'{_promote(before, version)} --override --reason "..."'}
             headline = f"v{version} was {how}, v{serving} has all traffic"
@@ -265,8 +262,10 @@ def _describe_effect(
             version = _version(action.roles.candidate)
             headline = f"v{version} is at step {action.roles.step + 1}"
         case ActionKind.ROLLBACK:
-            kind, severity, version = NotificationKind.OPERATOR, Severity.WARNING, _stable(before)
-            headline = f"an operator rolled back, and v{serving} has all traffic"
+            kind, severity = _rate_rollback(by_operator=by_operator)
+            version = _stable(before)
+            how = "an operator rolled back" if by_operator else f"v{version} was rolled back"
+            headline = f"{how}, and v{serving} has all traffic"
             commands = (
                 {"Undo": f"onnx-ops rollback {name} --to {version} --force"} if version else {}
             )
@@ -296,6 +295,13 @@ def _describe_effect(
         version=version,
         serving=serving,
     )
+
+
+def _rate_rollback(*, by_operator: bool) -> tuple[NotificationKind, Severity]:
+    """Return the kind and the severity of a rollback."""
+    if by_operator:
+        return NotificationKind.OPERATOR, Severity.WARNING
+    return NotificationKind.ROLLED_BACK, Severity.CRITICAL
 
 
 def _describe_refusal(

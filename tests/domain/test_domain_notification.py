@@ -83,6 +83,13 @@ def test_notification_of_rollback_by_operator_includes_undo_command() -> None:
     assert found.commands == {"Undo": "onnx-ops rollback digits --to 2 --force"}
 
 
+def test_notification_of_automatic_rollback_of_finished_rollout_is_critical() -> None:
+    back = plan_rollback(FINISH.roles, version(1), "cpu", why="the alarm went off")
+    *_, found = derive(CONFIGURED, FINISH, RollbackRequested(action=back), back)
+    assert (found.what, found.severity) == (NotificationKind.ROLLED_BACK, Severity.CRITICAL)
+    assert found.headline == "v2 was rolled back, and v1 has all traffic"
+
+
 def test_notification_of_withdrawn_candidate_is_info() -> None:
     found = only(plan_abort(START.roles, "cpu", why="no longer requested", reject=False))
     assert (found.what, found.severity) == (NotificationKind.WITHDRAWN, Severity.INFO)
@@ -94,6 +101,9 @@ def test_notification_of_finished_rollout_includes_undo_command() -> None:
         NotificationKind.FINISHED,
         {"Undo": "onnx-ops rollback digits"},
     )
+
+
+def test_rollout_start_after_first_deployment_causes_no_notification() -> None:
     assert derive(*ON_TRIAL)[0].headline == "first deployment: v1"
     assert len(derive(*ON_TRIAL)) == 1, "a start is no news"
 
