@@ -45,7 +45,7 @@ The acceleration does not need more parts.
 """
 
 _CELLS = 1 << 21
-"""Maximum product of resamples and rows that are in memory at the same time."""
+"""Maximum product of resamples and rows in one step of at least one resample."""
 
 _TAIL = 0.9
 """Factor on the nominal size of the tails of `bca_interval`.
@@ -84,7 +84,7 @@ def change_interval(counts: PairedCounts) -> Interval:
     """Return the interval of the candidate's share of right rows minus the baseline's.
 
     Raises:
-        ValueError: the counts are impossible, and the models are not marked as equal.
+        ValueError: there is no row, or the counts are impossible; not for equal models.
     """
     if counts.equal:
         return Interval.point(0.0)
@@ -162,7 +162,7 @@ def tango_interval(
     def score(difference: float, level: float) -> float:
         return _tango_score(n, only_baseline, only_candidate, difference) - level
 
-    from scipy.optimize import brentq  # A local import lets the process of a stage start sooner.
+    from scipy.optimize import brentq  # The import is local, since few stages need it.
 
     low, high = -1.0, 1.0
     if estimate - _EDGE > -1 + _EDGE:
@@ -247,7 +247,8 @@ def find_least(is_enough: Callable[[int], bool], above: int = 0) -> int:
     short, enough = above, above + 1
     while not is_enough(enough):
         short, enough = enough, 2 * enough
-    return short + bisect.bisect_left(range(short, enough), True, key=is_enough)
+    between = range(short + 1, enough)
+    return short + 1 + bisect.bisect_left(between, True, key=is_enough)
 
 
 def advise_sample_size(n: int) -> str:
@@ -289,7 +290,7 @@ def replicate(
     seed: int,
     resamples: int = RESAMPLES,
 ) -> dict[str, Replicates]:
-    """Return all statistics, computed on the same resamples.
+    """Return the replicates of all statistics, from the same resamples.
 
     Args:
         groups: group number of each row; each group is drawn or left out as a whole. `arange` makes

@@ -46,6 +46,11 @@ def test_find_needed_rows_of_counted_metric_returns_fewest_that_pass(limit: dict
     assert judge_counts(gate, needed - 1) is Verdict.INCONCLUSIVE
 
 
+@pytest.mark.parametrize("limit", [{"max_drop": 0.99}, {"min": 0.04}])
+def test_find_needed_rows_of_limit_that_one_row_passes_returns_one(limit: dict[str, Any]) -> None:
+    assert find_needed(MetricGate(**limit)) == 1
+
+
 def judge_queries(gate: MetricGate, rows: int) -> Verdict:
     """Return the verdict on two models that rank all queries well, with different scores."""
     grades = np.tile([1, 0], (rows, 1))
@@ -129,7 +134,7 @@ def shorten(advice: str) -> str:
     ],
 )
 def test_row_effect_of_resampled_metrics_is_at_most_step_times_rows(name: str) -> None:
-    """The step of a metric times the number of rows is at least its row effect."""
+    """Otherwise, `find_needed_rows` would require more rows than a limit needs."""
     method = METRICS[name].method
     assert isinstance(method, Resampled)
     rows = 40
