@@ -243,8 +243,8 @@ def _judge_share(
         return replace(
             result,
             verdict=Verdict.FAIL,
-            reason=f"{different} of {count} answers differ, although every step agrees on the "
-            f"source's values; the first is {measured.differing[0]}",
+            reason=f"{different} of {count} answers differ, although no step failed, except "
+            f"advisory ones; the first is {measured.differing[0]}",
         )
     # Decoders and resize filters within their tolerances can change answers that are close to a
     # limit, so such differences are accepted.
@@ -254,6 +254,12 @@ def _judge_share(
         return replace(result, verdict=Verdict.INCONCLUSIVE, reason=reason)
     if count < tolerances.files:
         reason = f"{count} inputs are too few; give at least {tolerances.files:g}"
+        return replace(result, verdict=Verdict.INCONCLUSIVE, reason=reason)
+    if not measured.varies:
+        reason = (
+            f"the source gives the same answer to all {count} inputs, so they are not conclusive; "
+            "use inputs with different answers"
+        )
         return replace(result, verdict=Verdict.INCONCLUSIVE, reason=reason)
     reason = (
         f"{different} of {count} answers differ: with 95 % confidence, fewer than "

@@ -121,11 +121,14 @@ class SystemMeasurement:
     `differing` names inputs whose final answers differ; `final` has the values of the first with an
     answer. `undeclared` names steps that only the source has, and `repeated` steps that the source
     recorded more than once. `unstable` names an input that the source answers differently in a
-    second run.
+    second run. `first` has the source's first final answer, and `varies` shows whether a later one
+    differs from it.
     """
 
     steps: tuple[StepMeasurement, ...]
     inputs: int = 0
+    first: tuple[Any, ...] = ()
+    varies: bool = False
     differing: list[str] = field(default_factory=list)
     final: WorstCase | None = None
     undeclared: dict[str, None] = field(default_factory=dict)
@@ -216,7 +219,8 @@ def _run_source(system: System, raw: RawInput, measured: SystemMeasurement, inde
             f"{system.reference} recorded no step {INPUT!r}",
             where=raw.name,
             why="no step before the model is declared, so the model gets the source's input",
-            remedy="Mark it in the source: onnx_ops.record_step('input', x), or declare --before.",
+            remedy="Mark it in the source: onnx_ops.record_step('input', x), or declare the steps "
+            "before the model.",
         )
     value = recording.values[INPUT]
     return _Flow(
@@ -464,6 +468,8 @@ def _compare_answers(flows: Sequence[_Flow], measured: SystemMeasurement) -> Non
         finals = [(flow, flow.answer) for flow in flows]
     for flow, answer in finals:
         expected, given = read_array(answer), read_array(flow.own)
+        measured.first = measured.first or (expected,)
+        measured.varies = measured.varies or differs_in_answer(measured.first[0], expected, 0.0)
         if flow.broken or differs_in_answer(expected, given):
             measured.differing.append(flow.raw.name)
             if measured.final is None and not flow.broken:

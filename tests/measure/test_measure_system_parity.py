@@ -110,6 +110,18 @@ def test_judge_system_of_few_inputs_is_inconclusive(tmp_path: Path) -> None:
     assert judge(tmp_path, count=5).verdict is Verdict.INCONCLUSIVE
 
 
+def test_judge_system_of_source_with_one_answer_to_all_inputs_is_inconclusive(
+    tmp_path: Path,
+) -> None:
+    def predict_nothing(row: Any) -> Any:
+        onnx_ops.record_step("output", -onnx_ops.record_step("features", features(row)))
+        return onnx_ops.record_step("choice", [])
+
+    judgement = judge(tmp_path, source=predict_nothing, after=lambda y: [])
+    assert judgement.verdict is Verdict.INCONCLUSIVE
+    assert "the same answer to all 24 inputs" in results(judgement)["answer"].reason
+
+
 def test_judge_system_with_unrecorded_step_is_inconclusive_for_it(tmp_path: Path) -> None:
     def source(row: Any) -> Any:
         return choose(onnx_ops.record_step("output", -features(row)))
