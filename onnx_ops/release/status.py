@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import assert_never
 
@@ -113,7 +113,7 @@ class HistoryFilter:
     since: float = 0.0
     limit: int | None = None
     traffic: bool = False
-    """Whether to select only entries that set the traffic: intents that did not fail."""
+    """Whether to select only entries that change the shares of an endpoint's traffic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +170,8 @@ def read_status(context: Context, endpoint: str) -> EndpointStatus:
 
     Raises:
         NotFoundError: no pipeline has bound the endpoint.
+        CorruptStateError: the ledger is damaged.
+        ServiceUnavailableError, RefusedError: the provider does not answer, or denies access.
     """
     return observe_status(Journal.open(context, endpoint))
 
@@ -199,7 +201,7 @@ def _compare_servers(
     deployments = {role.name for role in (roles.stable, roles.candidate) if role is not None}
     if len(reporting) < 2 or not deployments:
         return ()
-    # This import takes longer than most commands, so it runs only if it is needed.
+    # Only endpoints with several servers need the statistics, so they are imported here.
     from onnx_ops.statistics.rollout.outliers import find_outliers
 
     return find_outliers(provider.count_by_server(journal.config, reporting, deployments))
@@ -264,7 +266,9 @@ def read_history(
         ]
 
     entries.sort(key=lambda entry: (entry.at, entry.endpoint, entry.sequence))
-    lines = build_lines(entries, traffic_only=selection.traffic)
+    lines = build_lines(entries)
+    if selection.traffic:
+        lines = list(_select_traffic_changes(lines))
     return tuple(lines[-selection.limit :] if selection.limit else lines), errors
 
 
@@ -399,20 +403,29 @@ def _is_selected(
     return any(config.serves(selection.model, selection.target) for config in configs)
 
 
-def build_lines(entries: Sequence[LedgerEntry], *, traffic_only: bool = False) -> list[HistoryLine]:
-    """Return lines for all entries, or only for entries that set the traffic.
-
-    These are the intents whose action has not failed, even if the traffic stayed the same.
-    """
+def build_lines(entries: Sequence[LedgerEntry]) -> list[HistoryLine]:
+    """Return a line for each entry."""
     failed = {
         (e.endpoint, e.body.of)
         for e in entries
         if isinstance(e.body, ActionOutcome) and not e.body.ok
     }
-    lines = [
+    return [
         _build_line(entry, failed=(entry.endpoint, entry.sequence) in failed) for entry in entries
     ]
-    return [line for line in lines if line.traffic] if traffic_only else lines
+
+
+def _select_traffic_changes(lines: Iterable[HistoryLine]) -> Iterator[HistoryLine]:
+    """Yield the lines that change the shares of their endpoint's traffic.
+
+    The first line with traffic is included.
+    """
+    last: dict[str, Mapping[str, int]] = {}
+    for line in lines:
+        shares = {name: share for name, share in line.traffic.items() if share}
+        if line.traffic and shares != last.get(line.endpoint):
+            last[line.endpoint] = shares
+            yield line
 
 
 def _build_line(entry: LedgerEntry, *, failed: bool) -> HistoryLine:

@@ -28,7 +28,6 @@ def test_traffic_chart_prints_bar_for_each_change(capsys: pytest.CaptureFixture[
             moved("10:00:00", "first", v1=100),
             moved("10:01:00", "step 1", v1=90, v2=10),
             moved("10:02:00", "slower", v1=100, v2=0),
-            moved("10:03:00", "cleaned up", v1=100),
         ]
     )
     shown = [line.rstrip() for line in capsys.readouterr().out.splitlines()]

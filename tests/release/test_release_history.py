@@ -62,6 +62,16 @@ def test_history_with_traffic_filter_lists_only_traffic_changes(scene: Scene) ->
     assert [dict(line.traffic) for line in moves] == [{"v1": 100}, {"v1": 0, "v2": 100}]
 
 
+def test_history_with_traffic_filter_omits_action_that_keeps_traffic(scene: Scene) -> None:
+    before = history(scene.context, "digits", traffic=True)
+    (begun,) = (
+        entry.body for entry in scene.world.ledger.read("digits") if isinstance(entry.body, Intent)
+    )
+    Journal.open(scene.context, "digits").append(begun)
+    assert len(history(scene.context, "digits")) > len(before)
+    assert history(scene.context, "digits", traffic=True, limit=1) == before
+
+
 def test_history_line_of_failed_action_has_no_traffic(scene: Scene) -> None:
     journal = Journal.open(scene.context, "digits")
     (begun,) = (
