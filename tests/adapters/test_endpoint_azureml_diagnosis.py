@@ -64,6 +64,10 @@ def test_azureml_diagnosis_of_image_checks_registry_and_pull_role(world: World) 
     findings = look(world, image=image, identity=identity)
     assert broken(findings) == ("azure pull",)
     assert "--assignee principal-of-serving --role AcrPull" in findings["azure pull"].remedy
+    world.cloud.conditions.missing_identities = ["serving"]
+    findings = look(world, image=image, identity=identity)
+    assert broken(findings) == ("azure pull",)
+    assert findings["azure pull"].found == "identity serving does not exist"
 
 
 def test_azureml_diagnosis_without_sdk_reports_missing_packages(
@@ -127,7 +131,7 @@ def test_azureml_diagnosis_with_html_response_reports_failed_check(
         ({}, {"instance_type": "Standard_X1"}, "quota for Standard_X1", "does not have this size"),
     ],
 )
-def test_azureml_diagnosis_with_missing_prerequisite_reports_remedy(
+def test_azureml_diagnosis_with_missing_prerequisite_reports_failed_check_and_remedy(
     world: World,
     conditions: dict[str, object],
     options: dict[str, str | int],

@@ -2,11 +2,11 @@
 
 Plain requests read endpoints and deployments. They also change traffic, tags, instance counts and
 autoscaling. The SDK creates and deletes endpoints and deployments, and manages models and
-environments. Its import takes seconds, so it is loaded only for these operations.
+environments. Its import takes about 7 s of CPU time, so it is loaded only for these operations.
 
-Reads and idempotent requests are retried. `write` and `put_endpoint` send a change once: the SDK's
-own retries would repeat a change even after another client has sent a newer change. The callers of
-both methods repeat a change only if a read shows that it is still needed.
+`read` and `retry` repeat requests that were not answered. `write` and `put_endpoint` send a change
+once: the SDK's own retries would repeat a change even after another client has sent a newer one.
+The callers of both methods repeat a change only if a read shows that it is still needed.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ class RetryPolicy:
     longest_s: float = 10.0
     confirmations: int = 3
 
-    def attempts(self, within_s: float) -> Iterator[int]:
-        """Yield attempts, at least two, with growing pauses until the time is over."""
-        return attempts(within_s, self.pause_s, longest_s=self.longest_s, at_least=2)
+    def attempts(self, within_s: float, *, at_least: int = 2) -> Iterator[int]:
+        """Yield attempts with growing pauses until the time is over, and at least `at_least`."""
+        return attempts(within_s, self.pause_s, longest_s=self.longest_s, at_least=at_least)
 
 
 class AzureClient:
@@ -185,7 +185,7 @@ class AzureClient:
         except RefusedError as error:
             match = _REFUSAL.match(error.why)
             if match is None:
-                # The HTTP status is missing if the credentials are missing.
+                # If the token could not be obtained, the error has no HTTP status.
                 error.where = error.where or self.owner
                 raise
             status, why = int(match[1]), error.why
@@ -335,9 +335,9 @@ def _list_sdk_errors() -> tuple[type[Exception], ...]:
 
 
 def make_unanswered_error(where: str, why: str = "") -> ServiceUnavailableError:
-    """Return the error of a service that does not answer."""
+    """Return the error of a service that does not answer, or refuses for now."""
     return ServiceUnavailableError(
-        "Azure does not answer", where=where, why=why, remedy="Try again."
+        "Azure does not serve the request now", where=where, why=why, remedy="Try again."
     )
 
 
@@ -415,8 +415,8 @@ def _explain_answer(
     if status in _TRANSIENT or not is_answer:
         return make_unanswered_error(where, why)
     remedy = (
-        f"See {where} in the Azure portal. `az ml online-deployment get-logs` shows the log of a "
-        "deployment."
+        f"See {where} in the Azure portal. `az ml online-deployment get-logs --endpoint-name "
+        "ENDPOINT --name DEPLOYMENT` shows the log of a deployment."
     )
     return InfrastructureError("the operation failed", where=where, why=why, remedy=remedy)
 

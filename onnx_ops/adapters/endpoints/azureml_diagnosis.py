@@ -33,11 +33,11 @@ ACTIONS = (
     f"{_WORKSPACES}/environments/versions/write",
     "Microsoft.Insights/metrics/read",
 )
-"""Azure actions that the provider and its metrics source need."""
+"""Azure actions that are checked: changes of resources, and reads of metrics."""
 _SCALING_ACTIONS = tuple(
     f"Microsoft.Insights/autoscaleSettings/{verb}" for verb in ("read", "write", "delete")
 )
-"""Azure actions that are also needed if the options request autoscaling."""
+"""Azure actions that are also checked if the options request autoscaling."""
 _API = "api-version=2024-04-01"
 _REGISTRY_SUFFIX = ".azurecr.io"
 _PULL_ROLES = frozenset(
@@ -45,7 +45,7 @@ _PULL_ROLES = frozenset(
 )
 """Azure's ids of the roles AcrPull and AcrPush."""
 _VERSIONS_IN_ROLLOUT = 2
-"""Number of versions that run side by side during a rollout."""
+"""Number of deployments that run side by side while versions or options change."""
 
 
 def diagnose(endpoints: Sequence[Mapping[str, Json]]) -> Iterator[Diagnosis]:
@@ -160,7 +160,8 @@ def _check_image(options: AzureOptions, registries: list[str]) -> Finding:
         return True, f"{host} exists", ""
     name = host.removesuffix(_REGISTRY_SUFFIX)
     remedy = (
-        f"Run `az acr create --name {name} --sku Basic --resource-group GROUP`, or correct `image`."
+        f"Run `az acr create --name {name} --sku Basic --resource-group GROUP` and push the image, "
+        "or correct `image`."
     )
     return False, f"the subscription has no registry {host}", remedy
 
@@ -174,16 +175,20 @@ def _check_pull(options: AzureOptions, registry: str, attached: str) -> Finding:
             "the endpoint's own identity needs the role AcrPull once the endpoint exists",
             "",
         )
-    principal = request_resource(f"{options.identity}?api-version=2023-01-31")["properties"][
-        "principalId"
-    ]
+    name = options.identity.rpartition("/")[2]
+    try:
+        identity = request_resource(f"{options.identity}?api-version=2023-01-31")
+    except RefusedError as error:
+        if "HTTP 404" not in error.why:
+            raise
+        return False, f"identity {name} does not exist", "Correct `identity`, or create it."
+    principal = identity["properties"]["principalId"]
     path = f"{registry}/providers/Microsoft.Authorization/roleAssignments?api-version=2022-04-01"
     roles = {
         str(assignment["properties"]["roleDefinitionId"]).rpartition("/")[2]
         for assignment in request_resource(path).get("value", ())
         if assignment["properties"]["principalId"] == principal
     }
-    name = options.identity.rpartition("/")[2]
     if roles & _PULL_ROLES:
         return True, f"{name} can pull", ""
     remedy = (
@@ -214,7 +219,8 @@ def _check_quota(options: AzureOptions, location: str) -> Finding:
     instances = math.ceil((options.max_instances or options.instances) * SPARE)
     needed = _VERSIONS_IN_ROLLOUT * instances * int(size["vCPUs"])
     found = (
-        f"{free} of {usage['limit']} cores of {size['family']} are free; a rollout needs {needed}"
+        f"{free} of {usage['limit']} cores of {size['family']} are free; "
+        f"two deployments need {needed}"
     )
     remedy = (
         "Request more cores in the portal (Quotas, Machine learning); Azure keeps 20% of the "

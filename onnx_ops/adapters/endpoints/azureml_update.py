@@ -129,17 +129,18 @@ class AzureEndpoint:
         Reading ends at the latest after the time for which reads can be stale.
         """
         policy, sent = self.client.policy, self._sent.value
-        within_s = policy.pause_s * policy.confirmations if sent is None else policy.lag_s
+        within_s, at_least = (0.0, policy.confirmations) if sent is None else (policy.lag_s, 2)
         endpoint = None
-        for count in policy.attempts(within_s):
+        for count in policy.attempts(within_s, at_least=at_least):
             endpoint = self.client.endpoint()
             if endpoint is not None and _is_current(endpoint.tags, sent):
                 return endpoint
             is_confirmed = sent is None and count + 1 >= policy.confirmations
             if endpoint is None and is_confirmed:
                 return None
-        # Stale reads end before this time, so the last write failed to reach Azure. The stored
-        # generation is replaced, so that the next read does not wait for the effect of this write.
+        # Stale reads end before this time, so Azure did not get the last write, or another tool has
+        # undone it. The stored generation is replaced, so that the next read does not wait for the
+        # effect of this write.
         self._sent.store(None if endpoint is None else read_generation(endpoint.tags))
         return endpoint
 
@@ -194,7 +195,7 @@ class AzureEndpoint:
                     return
                 self.deployments.delete(name)
             except OnnxOpsError as error:
-                # `list_orphans` lists the deployment, so a later call deletes it.
+                # The next call tries again, since the deployment then exists before the change.
                 _log.warning("deployment %s was not deleted: %s", name, error)
 
     def route(self, plan: TrafficPlan) -> None:
@@ -222,9 +223,10 @@ class AzureEndpoint:
         """Give all traffic to the leader of `state` with the second request.
 
         The first request reads the endpoint. Return whether the endpoint is in the requested state.
-        The result is False if the applied state does not contain the leader. It is also False with
-        another owner, a change in progress, a stale read, a deployment that does not run, or a
-        failed write. The caller then makes the change in several steps.
+        The result is False if the applied state does not contain the leader with the present
+        options. It is also False with another owner, a change in progress, a stale read, a
+        deployment that does not run, or a failed write. The caller then makes the change in several
+        steps.
 
         Raises:
             ConflictError: a later generation was applied, or another state of this generation.
@@ -318,7 +320,7 @@ class AzureEndpoint:
         """Return the plan of a rollback; None if a change of traffic is not possible.
 
         It is possible if the read is current, this project owns the settled endpoint, and the
-        applied state contains the leader.
+        applied state contains the leader with the present options.
         """
         tags, name = endpoint.tags, self.deployments.name(state.leader())
         is_plain = (

@@ -28,7 +28,10 @@ _DATASTORE_PATH = re.compile(
 _MOST_DEPLOYMENTS = 20
 _SPARE = 1.2
 _SOON, _LATER = {"Retry-After": "0.01"}, {"Retry-After": "5"}
-"""Headers of the answer to a poll: the first if polls are counted, the second if time counts."""
+"""Headers of the answer to a poll.
+
+The first apply if polls are counted, the second if time counts.
+"""
 _DELETED = {"Retry-After": "1"}
 """Header of the answer to a deletion.
 
@@ -76,6 +79,7 @@ class Conditions:
     no_workspace: bool = False
     container_registries: list[str] = field(default_factory=lambda: ["mlimages"])
     pullers: list[str] = field(default_factory=lambda: ["serving"])
+    missing_identities: list[str] = field(default_factory=list)
 
 
 class Control:
@@ -190,7 +194,10 @@ class Control:
                     {"id": ids[n], "properties": {"loginServer": f"{n}.azurecr.io"}} for n in names
                 ]
             }
-        if _IDENTITIES in path:
+        if (
+            _IDENTITIES in path
+            and path.rpartition("/")[2] not in self.conditions.missing_identities
+        ):
             return {"properties": {"principalId": f"principal-of-{path.rpartition('/')[2]}"}}
         if _REGISTRIES in path and path.endswith(
             "/providers/Microsoft.Authorization/roleAssignments"
