@@ -157,6 +157,9 @@ def test_search_resumed_with_different_model_file_raises_stage_error(root: Path)
     shutil.rmtree(root / "trials")
     with pytest.raises(StageError, match="a different file"):
         searched(fragile_ground(root))
+    shutil.rmtree(root / "trials")
+    # The failed search is complete, so a repeated one starts again.
+    assert searched(fragile_ground(root)).record.trials
 
 
 CHILD = """

@@ -86,7 +86,7 @@ FAST = [
         "the export does not pass",
     ],
 )
-def test_choose_keeps_export_unless_variant_is_faster_with_confidence(
+def test_choose_keeps_passing_export_unless_variant_is_faster_with_confidence(
     decisions: list[Decision], variant: str, reason: str
 ) -> None:
     found = choose(decisions)
@@ -137,20 +137,22 @@ class TestFamily:
             ),
         ],
     )
-    def test_choose_among_several_variants_corrects_for_multiple_tests(
+    def test_choose_of_one_or_several_variants_corrects_for_their_number(
         self, decisions: tuple[Decision, ...], variant: str | None
     ) -> None:
         assert choose(decisions).variant == variant
 
     def test_choose_with_variants_that_pass_only_uncorrected_does_not_choose_them(self) -> None:
         assert (
-            "a passes the metric gate alone"
+            "a passes alone, but not with the correction for several variants"
             in choose([FP32, gated("a", 0.02), *self.OTHERS]).reason
         )
         found = choose([FAILED, gated("a", 0.04), gated("b", 0.04)])
         assert (found.variant, found.verdict) == (None, Verdict.INCONCLUSIVE)
 
-    def test_estimate_prospects_returns_probabilities_for_good_and_bad_variant(self) -> None:
+    def test_estimate_prospects_returns_probabilities_only_for_uncertain_change_with_p_value(
+        self,
+    ) -> None:
         result = GateResult(
             gate="metric",
             metric="accuracy vs fp32",
@@ -427,6 +429,9 @@ def test_compute_ranking_metrics_with_increased_error_returns_negative_change() 
     )
     assert found.change is not None
     assert (found.change.low, found.change.high) == pytest.approx((-0.3, -0.1))
+
+
+def test_compute_ranking_metrics_of_export_returns_zero_change() -> None:
     assert compute_ranking_metrics([], evidence("fp32")).change == Interval(
         estimate=0.0, low=0.0, high=0.0
     )
@@ -470,7 +475,7 @@ WAYS["fixed batch"] = {(1, 3): 100.0, (2, 3): 104.0}
         ("", False, (0, False)),
     ],
 )
-def test_choose_scheduling_selects_threads_and_batching_by_throughput(
+def test_choose_scheduling_selects_threads_and_batching_by_throughput_of_independent_rows(
     ways: str, independent: bool, chosen: tuple[int, bool]
 ) -> None:
     measured = [

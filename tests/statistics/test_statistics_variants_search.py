@@ -382,7 +382,12 @@ def test_is_eligible_applies_size_and_p99_budgets() -> None:
     assert not is_eligible(trial, Budget(size=299))
     assert not is_eligible(trial, Budget(p99=0.003))
     assert not is_eligible(replace(trial, p99={}), Budget(p99=0.005))
-    assert math.isinf(compute_time_ratio(replace(trial, failure="it broke")))
+
+
+def test_compute_time_ratio_of_failed_trial_is_infinite() -> None:
+    assert math.isinf(
+        compute_time_ratio(Trial(recipe="r", ratios={"cpu": RATIO}, failure="it broke"))
+    )
 
 
 def test_rank_nodes_puts_node_without_sensitivity_first() -> None:

@@ -77,7 +77,12 @@ def search(context: SearchContext, journal: StageJournal, report: Reporter) -> S
         state = _add_entry(state, entry)
         report(f"{text}; {state.seconds:.0f} s of {60 * context.budget.max_minutes:.0f} s")
     record = _make_record(context, state, step)
-    models = _make_models(context, runner, record, report)
+    try:
+        models = _make_models(context, runner, record, report)
+    except StageError:
+        # A repeated search builds all models again.
+        journal.append(_END)
+        raise
     place = None if models else find_closest_trial(state)
     closest = None if place is None else (runner.make(state.trials[place])[0], state.trials[place])
     journal.append(_END)
@@ -193,10 +198,8 @@ def describe_trial(trial: Trial, metric: str) -> str:
         for name, one in sorted(trial.ratios.items())
     )
     drop = trial.drop or 0.0
-    return (
-        f"{trial.label}: {metric} {0.0 - 100 * drop:+.3g} points, "
-        f"{times}, {trial.size_bytes / 1e3:.4g} kB"
-    )
+    loss = f"{metric} {'better' if drop < 0 else 'worse'} by {100 * abs(drop):.3g}%"
+    return f"{trial.label}: {loss}, {times}, {trial.size_bytes / 1e3:.4g} kB"
 
 
 def describe_recipe(record: SearchRecord, trial: Trial) -> Sequence[str]:

@@ -192,7 +192,11 @@ def _find_tied(candidates: Sequence[_Candidate]) -> list[_Candidate]:
 
 def _describe_tie(chosen: _Candidate, others: Sequence[_Candidate]) -> str:
     is_smallest = all(chosen.bytes < c.bytes for c in others)
-    why = "it has the fewest bytes" if is_smallest else "it comes first in the file"
+    why = (
+        "it has the fewest bytes"
+        if is_smallest
+        else "of those with the fewest bytes, it comes first in the file"
+    )
     return f"tied with {', '.join(c.decision.variant for c in others)} within the noise, and {why}"
 
 
@@ -284,7 +288,7 @@ def estimate_prospects(result: GateResult, tried: int) -> tuple[float, float, fl
 def _describe_undecided(undecided: Mapping[str, float]) -> str:
     passes = "passes" if len(undecided) == 1 else "pass"
     return (
-        f"{', '.join(undecided)} {passes} the metric gate alone, "
+        f"{', '.join(undecided)} {passes} alone, "
         "but not with the correction for several variants (p ≤ "
         f"{min(undecided.values()):.2g} is required): measure more rows"
     )
@@ -339,10 +343,11 @@ def _describe_choice(
         case "cost":
             return (
                 f"{name} passes, "
-                f"{_describe_cost(chosen, policy, loaded=loaded)}{_describe_ratio(chosen)}{alone}"
+                f"{_describe_cost(chosen, policy, loaded=loaded)}"
+                f"{_describe_ratio(chosen, loaded=loaded)}{alone}"
             )
         case _:
-            return f"{name} passes{_describe_ratio(chosen)}{alone}"
+            return f"{name} passes{_describe_ratio(chosen, loaded=False)}{alone}"
 
 
 def _describe_accuracy(chosen: _Candidate) -> str:
@@ -367,9 +372,10 @@ def _describe_cost(chosen: _Candidate, policy: TargetObjective, *, loaded: bool)
     return f"a million requests cost {1e6 * seconds * policy.price / 3600:.3g}"
 
 
-def _describe_ratio(chosen: _Candidate) -> str:
+def _describe_ratio(chosen: _Candidate, *, loaded: bool) -> str:
     if chosen.decision.variant == EXPORT:
-        return " and no passing variant is faster with 95 % confidence"
+        better = "cheaper under load" if loaded else "faster"
+        return f" and no passing variant is {better} with 95 % confidence"
     ratio = chosen.decision.latency_ratio
     return "" if ratio is None else f", {ratio:.3g}x the latency of {EXPORT}"
 

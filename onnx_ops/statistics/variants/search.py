@@ -349,7 +349,10 @@ def _make_contribution(
 
 
 def compute_pareto_front(state: SearchState) -> tuple[int, ...]:
-    """Return the numbers of eligible trials that no other trial or fp32 dominates."""
+    """Return the numbers of the eligible trials on the Pareto front.
+
+    Neither fp32 nor another eligible trial dominates them.
+    """
     targets = sorted({name for trial in state.trials for name in trial.ratios})
     points = [
         (n, _get_costs(trial, targets))
@@ -474,7 +477,10 @@ def _find_smallest(
         return least, ""
     return (
         None,
-        f"no model within the budget is notably smaller ({trials[least].size_bytes} bytes at best)",
+        (
+            f"no model within the budget is notably smaller than {rival_bytes} bytes "
+            f"({trials[least].size_bytes} bytes at best)"
+        ),
     )
 
 
@@ -504,24 +510,25 @@ def _find_most_exact(
 
 
 def _explain_empty_front(state: SearchState) -> str:
-    """Return why the front is empty, with the trial that came closest."""
+    """Return why the front is empty."""
     measured = [trial for trial in state.trials if _was_measured(trial)]
     if not measured:
         why = next(
             (trial.failure for trial in state.trials), "no recipe fits the model and its targets"
         )
-        return f"nothing could be built: {why}"
+        return f"no model could be measured: {why}"
     keeping = [trial for trial in measured if keeps_metric(trial, state.budget)]
     if not keeping:
         least = min(measured, key=_get_drop)
         return (
             f"no model stays within metric_drop: {least.label} loses the least, "
-            f"{100 * _get_drop(least):.2g} points"
+            f"{100 * _get_drop(least):.2g}%"
         )
-    if not any(is_eligible(t, state.budget) for t in keeping):
+    eligible = [trial for trial in keeping if is_eligible(trial, state.budget)]
+    if not eligible:
         return (
             "every model within metric_drop is larger, or slower at its 99th percentile, "
             "than the budget allows"
         )
-    best = min(map(compute_time_ratio, keeping))
-    return f"no model within metric_drop is faster or smaller than fp32 (best: {best:.3g}x)"
+    best = min(map(compute_time_ratio, eligible))
+    return f"no model within the budget is faster or smaller than fp32 (best: {best:.3g}x)"
