@@ -18,11 +18,12 @@ Decoder = Callable[[Tensors], Sequence[Any]]
 
 
 def decode_outputs(definition: MetricDefinition, outputs: Tensors, decode: Decoder) -> Tensors:
-    """Return the decoded answers as the only output, which has the function's name.
+    """Return the decoded answers as one output, named by the function's reference.
 
     Raises:
-        UserError: the function raises an error, or does not return one answer per row. An
-            OnnxOpsError of the function is raised unchanged.
+        UserError: the function raises an error, does not return one answer per row, or returns
+            answers that do not fit into one array. An OnnxOpsError of the function is raised
+            unchanged.
     """
     rows = len(next(iter(outputs.values())))
     try:
@@ -48,7 +49,7 @@ def stack_answers(definition: MetricDefinition, answers: Sequence[Any]) -> Array
     """Return one array of the answers of all rows.
 
     Raises:
-        UserError: the answers are of different shapes.
+        UserError: the answers are of different shapes, or boxes are not numbers.
     """
     if any(isinstance(answer, str | bytes) for answer in answers):
         texts = np.empty(len(answers), dtype=object)
@@ -59,8 +60,15 @@ def stack_answers(definition: MetricDefinition, answers: Sequence[Any]) -> Array
     try:
         return np.stack([np.asarray(answer) for answer in answers])
     except ValueError as error:
-        shapes = sorted({str(np.shape(answer)) for answer in answers})[:5]
+        shapes = sorted({_format_shape(answer) for answer in answers})[:5]
         raise UserError(
             f"the answers of {definition.decode} are of different shapes: {', '.join(shapes)}",
             where=definition.label,
         ) from error
+
+
+def _format_shape(answer: Any) -> str:
+    try:
+        return str(np.shape(answer))
+    except ValueError:
+        return "lists of different lengths"

@@ -28,9 +28,6 @@ _CROSSING = "*"
 A slice of a crossing has one value of each column.
 """
 
-SliceEntries = tuple[Iterable[PairedCounts], Iterable[ScoreComparison]]
-"""Counts and scores of one metric on some rows."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlicePlan:

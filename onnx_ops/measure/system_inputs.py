@@ -33,8 +33,8 @@ _SIGNATURES: Mapping[str, tuple[bytes, ...]] = {
 class RawInput:
     """One raw input: its name in messages, what `predict` gets, and how it is decoded.
 
-    `value` is the path of a file, the mapping of a row, or a line of text. `path` is the file, if
-    the input is a file.
+    `value` is the path of a file, the mapping of a CSV row, the JSON value of a line, or a line of
+    text. `path` is the file, if the input is a file.
     """
 
     name: str
@@ -144,6 +144,10 @@ def _check_file(raw: RawInput) -> None:
         _check_sound(raw.path, remedy)
 
 
+_SOUND_HEADER_BYTES = 44
+"""Least size of the headers of a WAV file: RIFF, the format, and the samples."""
+
+
 def _check_sound(path: Path, remedy: str) -> None:
     """Raise UserError if a WAV file ends before its samples.
 
@@ -156,7 +160,7 @@ def _check_sound(path: Path, remedy: str) -> None:
         raise UserError("the file is cut off", where=str(path), remedy=remedy) from error
     except wave.Error:
         return
-    if path.stat().st_size < expected:
+    if path.stat().st_size < expected + _SOUND_HEADER_BYTES:
         raise UserError("the file is cut off", where=str(path), remedy=remedy)
 
 

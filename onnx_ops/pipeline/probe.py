@@ -52,7 +52,7 @@ class ProjectProbe:
 
         root = self.context.root
         code = [
-            self.code(reference, section.depends).digest()
+            collect_user_code((reference,), root, section.depends, where="system.depends").digest()
             for _, reference in section.list_functions()
         ]
         graphs = [digest_model(root / graph) for _, graph in section.list_graphs()]
@@ -68,8 +68,9 @@ class ProjectProbe:
     ) -> Mapping[str, str]:
         """Return the versions of the packages that affect a plugin's results.
 
-        With `trains`, the packages that only an export needs are left out. If the plugin runs in an
-        isolated environment, the requirements of the environment replace the packages' versions.
+        With `trains`, the packages that only an export needs are left out. If an exporter or
+        optimizer runs in an isolated environment, the requirements of the environment replace the
+        packages' versions. For a runtime, they are left out.
         """
         versions = {
             "onnx-ops": plugins.version("onnx-ops"),
@@ -183,7 +184,7 @@ class OutlineProbe(ProjectProbe):
 class ReleaseProbe(OutlineProbe):
     """An `OutlineProbe` for a plan that runs only its gates and its release.
 
-    The probe returns the signing key. It does not read the properties of a machine.
+    The probe returns the digest of the signing key. It does not read the properties of a machine.
     """
 
     def hardware(self, target: Target) -> Digest:
@@ -205,7 +206,7 @@ def needs_request(model: str) -> bool:
 
 
 def is_remote(model: str) -> bool:
-    """Return whether the address of a model is not a file of this machine."""
+    """Return whether a model is named by a URL or the registry, not by a path."""
     return "://" in model or model.startswith("models:/")
 
 

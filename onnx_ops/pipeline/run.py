@@ -82,6 +82,7 @@ class DaemonThreadPool(Generic[R]):
                 future.set_exception(error)
             else:
                 future.set_result(result)
+                del result
             # Without these references, the result is freed while this thread waits.
             del item, future, task
 

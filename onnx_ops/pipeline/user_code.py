@@ -1,4 +1,4 @@
-"""Compute digests of a project's code and of everything that the code imports."""
+"""Compute digests of a project's code, and find the packages that it imports."""
 
 from __future__ import annotations
 
@@ -69,13 +69,18 @@ class UserCode:
 
 
 def collect_user_code(
-    references: Iterable[str], root: Path, depends: tuple[str, ...] = ()
+    references: Iterable[str],
+    root: Path,
+    depends: tuple[str, ...] = (),
+    *,
+    where: str = "train.depends",
 ) -> UserCode:
     """Collect the code that modules can import, and the files of `depends`.
 
     Imports are followed in the project and in packages under development (an editable installation,
     `PYTHONPATH`). The version of an installed package represents its code. onnx-ops and the
     standard library are left out: keys contain the revisions of stages and the version of Python.
+    `where` is the place of `depends`, which errors show.
 
     Raises:
         NotFoundError: a module or a file of `depends` does not exist.
@@ -99,7 +104,7 @@ def collect_user_code(
         file = root / name
         if not file.is_file():
             remedy = "Paths are relative to the project's root."
-            raise NotFoundError(f"no file {name}", where="train.depends", remedy=remedy)
+            raise NotFoundError(f"no file {name}", where=where, remedy=remedy)
         files[name] = digest_file(file)
     return UserCode(files=files, packages=packages)
 

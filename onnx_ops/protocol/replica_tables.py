@@ -172,12 +172,15 @@ def decode_table(
     if isinstance(table, RollbackTable):
         if table.to >= number:
             raise CorruptStateError(
-                "the rollback table refers to itself or to a later table", where=where
+                f"the rollback table refers to table {table.to}, which is not an earlier one",
+                where=where,
             )
         return table
     if table.table.state.generation != number.generation:
         raise CorruptStateError(
-            "the generation of the state does not match the table's number", where=where
+            f"the generation of the state is {table.table.state.generation}, but the table's "
+            f"number requires {number.generation}",
+            where=where,
         )
     if verifier is not None:
         signatures = codec.loads(rest, tuple[EnvelopeSignature, ...], where=where) if rest else ()
@@ -195,7 +198,8 @@ def resolve(table: StoredTable, read: Callable[[TableNumber], ReplicaTable]) -> 
         read: returns the signed table with a number. It raises an OnnxOpsError if there is none.
 
     Raises:
-        OnnxOpsError: the table to which the `RollbackTable` refers is missing or not signed.
+        OnnxOpsError: raised by `read`, for example if the table to which the `RollbackTable` refers
+            is missing or not signed.
     """
     if isinstance(table, ReplicaTable):
         return table
@@ -293,7 +297,7 @@ def has_same_traffic(one: RoutingTable, other: RoutingTable) -> bool:
             {
                 d.name: d.manifest
                 for d in table.state.deployments
-                if table.state.split.weights.get(d.name)
+                if d.name in list_receivers(table.state)
             },
             table.fallback,
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
+import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -106,7 +108,7 @@ def test_failed_stage_skips_only_dependent_stages() -> None:
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
 def test_run_with_unusable_disk_raises_storage_error(number: int) -> None:
-    """Without the error, the release would lack a variant that is not the cause."""
+    """A stage that only failed would drop its variant, although the disk is the cause."""
     handler = CountingHandler(
         errors={"quantize/int8-static": [OSError(number, os.strerror(number))]}
     )
@@ -242,7 +244,7 @@ TIMEOUT_S = 30.0
 
 @dataclass
 class Busy(CountingHandler):
-    """A handler that records which stages run concurrently; `failing` stages fail."""
+    """A handler that counts concurrent stages; `failing` stages fail."""
 
     failing: frozenset[str] = frozenset()
     done: list[str] = field(default_factory=list)
@@ -342,6 +344,17 @@ def test_ordered_map_returns_results_in_order_of_items() -> None:
     assert list(ordered_map(2, work, range(10))) == list(range(10))
 
 
+def test_waiting_thread_pool_keeps_no_result_in_memory() -> None:
+    with DaemonThreadPool[CountingHandler](1) as pool:
+        reference = weakref.ref(pool.submit(CountingHandler).result())
+        # The thread drops its reference shortly after the future has the result.
+        for _ in range(200):
+            if reference() is None:
+                break
+            time.sleep(0.01)
+        assert reference() is None
+
+
 def test_daemon_thread_pool_after_failed_task_runs_others() -> None:
     done: list[int] = []
 
@@ -357,6 +370,9 @@ def test_daemon_thread_pool_after_failed_task_runs_others() -> None:
         for number in (0, 2, 3):
             given_work[number].result(TIMEOUT_S)
     assert sorted(done) == [0, 2, 3]
+
+
+def test_daemon_thread_pool_without_threads_raises_value_error() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         DaemonThreadPool[None](0)
 

@@ -36,6 +36,12 @@ def failing(arrays):
 
 def listing(arrays):
     return [1, 2, 3]
+
+def ragged(arrays):
+    return {"old": [[1], [1, 2], [3]]}
+
+def scalar(arrays):
+    return {"old": "yes"}
 """
 
 
@@ -95,6 +101,8 @@ def test_tags_of_file_and_function_join_columns(context: Context) -> None:
         ("short", "has 1 value, and the scored data set has 3 rows"),
         ("failing", "slice_code:failing failed"),
         ("listing", "a mapping whose keys are strings is required"),
+        ("ragged", "a column 'old' whose values differ in their shapes"),
+        ("scalar", "must have one value per row"),
     ],
 )
 def test_tags_of_wrong_function_raise_user_error(

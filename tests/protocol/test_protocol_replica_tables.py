@@ -1,7 +1,4 @@
-"""Signed tables of replicas: which are valid, and which can follow another.
-
-The tests also check how traffic moves to a new version.
-"""
+"""Signed tables of replicas: how they are planned, signed and found."""
 
 from __future__ import annotations
 
@@ -76,7 +73,7 @@ def splits(draw: st.DrawFn) -> dict[str, int]:
 
 
 @given(st.lists(splits(), min_size=1, max_size=5))
-def test_plan_tables_gives_traffic_only_to_already_loaded_deployments(
+def test_plan_tables_after_first_table_adds_deployments_before_moving_traffic(
     history: list[dict[str, int]],
 ) -> None:
     before: ReplicaTable | None = None
@@ -97,7 +94,7 @@ def test_plan_tables_gives_traffic_only_to_already_loaded_deployments(
 
 
 @given(st.lists(splits(), min_size=1, max_size=5))
-def test_plan_tables_with_two_serving_deployments_names_fallback(
+def test_plan_tables_names_fallback_only_if_several_deployments_serve(
     history: list[dict[str, int]],
 ) -> None:
     before: ReplicaTable | None = None
@@ -159,6 +156,22 @@ def test_has_same_traffic_returns_true_only_for_same_weights_and_files() -> None
     assert not has_same_traffic(first.table, RoutingTable(state=other, layout=("a",)))
 
 
+def test_has_same_traffic_with_other_files_of_shadow_deployment_returns_false() -> None:
+    tables = [
+        RoutingTable(
+            state=replace(
+                make_state({"a": 100}),
+                deployments=(fileless_deployment("a", "1"), fileless_deployment("b", version)),
+                split=TrafficSplit(weights={"a": 100}, shadow={"b": 50}),
+            ),
+            layout=("a", "b"),
+        )
+        for version in ("2", "2", "3")
+    ]
+    assert has_same_traffic(tables[0], tables[1])
+    assert not has_same_traffic(tables[0], tables[2])
+
+
 @given(splits(), st.integers(1, 10**6))
 def test_decode_table_of_signed_table_returns_equal_table(
     weights: dict[str, int], sequence: int
@@ -203,7 +216,10 @@ def test_decode_table_of_arbitrary_bytes_raises_corrupt_state_or_signature_error
 
 
 class TestFindNewest:
-    """A store with five tables: a, then b from a tenth to all, then c to a tenth."""
+    """A store with six tables: `a` serves, `b` gets 10 % and then all, `c` gets 10 %.
+
+    Two of the tables only load `b` and `c`.
+    """
 
     @pytest.fixture
     def stored(self) -> dict[TableNumber, StoredTable]:
@@ -246,7 +262,7 @@ class TestFindNewest:
             find_newest([f"{number}.json" for number in stored], read)
 
     @pytest.mark.parametrize(("to", "leader"), [(2, "a"), (3, "b"), (4, "b"), (1, "a")])
-    def test_find_newest_with_rollback_entry_gives_all_traffic_to_one_deployment(
+    def test_find_newest_with_rollback_table_gives_all_traffic_to_stable_deployment(
         self, stored: dict[TableNumber, StoredTable], to: int, leader: str
     ) -> None:
         number = TableNumber(9)
@@ -259,7 +275,7 @@ class TestFindNewest:
         assert {n: w for n, w in found.table.state.split.weights.items() if w} == {leader: 100}
         assert not gives_candidate_traffic(found.table)
 
-    def test_find_newest_ignores_rollback_entry_with_invalid_target(
+    def test_find_newest_ignores_rollback_table_with_invalid_target(
         self, stored: dict[TableNumber, StoredTable]
     ) -> None:
         ways = {
@@ -315,7 +331,7 @@ def test_plan_tables_after_table_without_feedback_key_sets_new_key() -> None:
     assert (first.table.feedback_key, second.table.feedback_key) == ("", KEY)
 
 
-def test_find_newest_with_rollback_entry_keeps_feedback_key() -> None:
+def test_find_newest_with_rollback_table_keeps_feedback_key() -> None:
     _, first = plan_tables(
         ENDPOINT, make_state({"a": 100}), 1, None, digest=None, limits_s={}, new_key=KEY
     )

@@ -64,7 +64,8 @@ def _read_result(result: object, reference: str) -> dict[str, Any]:
     """Return the columns that a function of the project computed.
 
     Raises:
-        UserError: the result is not a mapping whose keys are strings.
+        UserError: the result is not a mapping whose keys are strings, or the values of a column
+            differ in their shapes.
     """
     import numpy as np
 
@@ -75,9 +76,18 @@ def _read_result(result: object, reference: str) -> dict[str, Any]:
             where=f"{WHERE}.use",
             remedy='For example: return {"length": ["short", "long", …]}.',
         )
-    columns = {name: np.asarray(values) for name, values in result.items()}
-    # An array of objects keeps None, which NumPy would convert to the text "None".
-    return {
-        name: np.array(list(result[name]), dtype=object) if column.dtype.kind == "U" else column
-        for name, column in columns.items()
-    }
+    columns: dict[str, Any] = {}
+    for name, values in result.items():
+        try:
+            column = np.asarray(values)
+        except ValueError as error:
+            raise UserError(
+                f"{reference} returned a column {name!r} whose values differ in their shapes",
+                where=f"{WHERE}.use",
+                why=str(error),
+                remedy="Return one value for each row.",
+            ) from error
+        # An array of objects keeps None, which NumPy would convert to the text "None".
+        is_text = column.dtype.kind == "U" and column.ndim
+        columns[name] = np.array(list(values), dtype=object) if is_text else column
+    return columns
