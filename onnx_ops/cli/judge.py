@@ -69,14 +69,16 @@ def judge(
     max_drop: Annotated[
         str,
         typer.Option(
-            metavar="LIMIT", help="Largest loss of the metric: points, or a share of A's error."
+            metavar="LIMIT",
+            help="Largest loss of the metric: points, or a share of the baseline's error.",
         ),
     ] = "1%",
     retrained: Annotated[
         bool,
         typer.Option(
             "--retrained",
-            help="B was trained again: judge the task metric, not the difference of the answers.",
+            help="The candidate was trained again: judge the task metric, not the difference of "
+            "the answers.",
         ),
     ] = False,
     slices: Annotated[
@@ -219,7 +221,10 @@ def judge(
         candidate,
         system,
         of_pairs={"--data": data, "--labels": labels, "--metric": metric, "--only": only}
-        | {"--retrained": retrained, "--dim": dims, "--fix": fix},
+        | {"--retrained": retrained, "--dim": dims, "--fix": fix, "--slices": slices}
+        | {"--lower-is-better": lower_is_better, "--max-drop": max_drop != "1%", "--seed": seed}
+        | {"--max-regression": max_regression, "--batch": batch != "1"}
+        | {"--concurrency": concurrency, "--cold-start": cold_start},
         of_systems={
             "--files": files,
             "--before": before,
@@ -407,19 +412,20 @@ def _parse_options(only: str | None, batch: str, files: Mapping[str, str | None]
 def _with_casts(given: Sequence[Path], stack: ExitStack) -> tuple[Path, Path, list[str]]:
     """Return both files, with added casts if needed, and notes on the casts.
 
-    Casts are added to a copy of a file whose float types differ from the baseline's.
+    Casts are added to a copy of a file whose float types differ from the baseline's, or are
+    bfloat16.
     """
     from onnx_ops.onnx_graph.rewrites import read_boundary_types, write_with_boundary_casts
     from onnx_ops.scratch import Scratch
 
     wanted, folder = read_boundary_types(given[0]), stack.enter_context(Scratch())
     files, notes = [], []
-    for side, file in zip("AB", given, strict=True):
+    for side, file in zip(("baseline", "candidate"), given, strict=True):
         path = folder / side / file.name
         path.parent.mkdir()
         casts = write_with_boundary_casts(file, wanted, path)
         files.append(path if casts else file)
-        notes += [f"{side} has {casts}"] if casts else []
+        notes += [f"the {side} has {casts}"] if casts else []
     return files[0], files[1], notes
 
 
@@ -430,7 +436,7 @@ def _share(text: str | None, option: str) -> float | None:
         return None
     value = parse_option(text, "1", option)
     if value <= 0:
-        raise UserError("the limit must be above 0%", where=option)
+        raise UserError(f"the limit {text} is not above 0%", where=option)
     return value
 
 
@@ -464,7 +470,7 @@ def _load_dataset(
     fix: Mapping[str, Any],
     by: str | None,
 ) -> tuple[Dataset | None, SampleRows | None, list[Slicing]]:
-    """Return the rows of a file: as a data set with labels, as samples, and as slices.
+    """Return the rows of a file: as a data set, as samples, and as slices.
 
     Without a file, data set and samples are None. The data set is also None if the file contains a
     single request instead of rows.

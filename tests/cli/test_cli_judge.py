@@ -185,7 +185,9 @@ def test_judge_of_float16_inputs_adds_casts(tmp_path: Path, operator: str, code:
     found = command(tmp_path, "a.onnx", "b.onnx", "--only", "parity", "--json")
     assert found.code == code, found.stdout
     document = found.document()
-    assert document["notes"][0] == "B has x, y: float16, run with casts from and to float32"
+    assert document["notes"][0] == (
+        "the candidate has x, y: float16, run with casts from and to float32"
+    )
     assert document["candidate"]["bytes"] == (tmp_path / "b.onnx").stat().st_size
     assert document["kind"]["precision"] == "float16"
     assert command(tmp_path, "b.onnx", "a.onnx", "--only", "parity", "--json").code == (
@@ -202,7 +204,8 @@ def test_judge_of_bfloat16_inputs_adds_casts(tmp_path: Path) -> None:
     same, other = (command(tmp_path, "a.onnx", f"{name}.onnx", *options) for name in ("a", "b"))
     assert (same.code, other.code) == (0, 1), same.stdout
     assert same.document()["notes"][:2] == [
-        f"{side} has x: bfloat16, run with casts from and to float32" for side in ("A", "B")
+        f"the {side} has x: bfloat16, run with casts from and to float32"
+        for side in ("baseline", "candidate")
     ]
 
 
@@ -232,6 +235,8 @@ def test_judge_of_bfloat16_inputs_adds_casts(tmp_path: Path) -> None:
         ("good.onnx good.onnx --batch 1,many", 2),
         ("good.onnx good.onnx --only latencies", 2),
         ("good.onnx good.onnx --html nowhere/report.html", 2),
+        ("good.onnx --system m:f --files . --slices age", 2),
+        ("good.onnx --system m:f --files . --batch 8", 2),
     ],
 )
 def test_judge_with_user_mistake_fails_before_measuring(
