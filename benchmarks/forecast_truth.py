@@ -4,11 +4,12 @@
 
 Each rollout has its own random policy and traffic, and runs through the product's own judge and
 state machine until it ends. Half of the forecasts get the true rate, the others one measured from
-about 30 requests or a minute. Few rollouts wait longest for a service level, so that its time is
-also compared alone, simulated by interval. Exits with 1 if fewer than 90 % of rollouts or steps
-take between half and twice the forecast median, if fewer than 80 % of the times of service levels
-are in their interval, or if a promised share of harms is not found. Worlds come from a new seed in
-each run, which is printed. With 500 healthy and 150 harmful rollouts, the benchmark takes about ten
+about 30 requests or a minute. Few rollouts wait longest for a service level, so its time is also
+compared alone, simulated by interval. At least 90 % of the rollouts and of the steps should take
+between half and twice the forecast median, and 80 % of the times of service levels should be in
+their interval. Harms that are forecast to be found should be found in 95 % of the rollouts. Exits
+with 1 if the confidence interval of a share is below its bound. Worlds come from a new seed in each
+run, which is printed. With 500 healthy and 150 harmful rollouts, the benchmark takes about ten
 minutes of one core.
 """
 
@@ -155,12 +156,13 @@ def _make_row(name: str, group: Sequence[Trial]) -> tuple[str, ...]:
         if trial.forecast.total.median_s
     ]
     covered = f"{100 * np.mean([trial.is_covered for trial in ended]):.0f} %" if ended else "-"
-    shown = " ".join(f"{ratio:.2f}" for ratio in np.quantile(ratios, (0.05, 0.5, 0.95)))
+    quantiles = np.quantile(ratios, (0.05, 0.5, 0.95)) if ratios else ()
+    shown = " ".join(f"{ratio:.2f}" for ratio in quantiles) or "-"
     return (
         *(name, f"{len(group)}", f"{len(group) - len(ended)}"),
         f"{100 * _count_close(group) / len(group):.1f} %",
         covered,
-        shown if ratios else "-",
+        shown,
     )
 
 

@@ -231,7 +231,7 @@ def _has_declared_range(declared: InputValues, bound: tuple[int, int] | None) ->
 def _find_listed(values: Floats, whole: Bools) -> Bools:
     """Return which columns of a table can hold categories.
 
-    Such a column has a few distinct whole numbers, most of which repeat.
+    Such a column has few distinct whole numbers, and more than twice as many rows.
     """
     if whole.ndim != 1:
         # Such an input is not a table or has too many columns, so it has one range for all places.
@@ -445,12 +445,14 @@ def _draw_numbers(chosen: Array, domain: InputDomain, draw: np.random.Generator)
         spikes[row, place] = ends
     made[third : 2 * third] = spikes.reshape(made[third : 2 * third].shape)
     # For an integer input, the last third of the rows counts up from the lower bound in equal
-    # steps. If the range has no more numbers than these rows have elements, each is tested.
+    # steps through the whole range. If the range has no more numbers than these rows have
+    # elements, each is tested.
     if chosen.dtype.kind in "iu":
         swept = made[2 * third :].shape
         count, width = int(np.prod(swept)), high - low + 1
-        step = np.maximum(1.0, np.floor(width / max(1, count)))
-        made[2 * third :] = low + (np.arange(count).reshape(swept) * step) % np.maximum(width, 1)
+        step = np.maximum(1.0, width / max(1, count))
+        offset = np.floor(np.arange(count).reshape(swept) * step)
+        made[2 * third :] = low + offset % np.maximum(width, 1)
     return np.where(domain.whole, np.clip(np.round(made), np.ceil(low), np.floor(high)), made)
 
 

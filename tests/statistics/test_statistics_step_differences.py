@@ -44,7 +44,7 @@ FLOATS = PICTURE.astype(np.float32) / 255
         ([], [], "same"),
     ],
 )
-def test_rate_distance_of_equal_values_stays_within_tolerance(
+def test_rate_distance_of_values_equal_up_to_rounding_stays_within_tolerance(
     reference: Any, value: Any, form: Form
 ) -> None:
     assert rate(reference, value, form) <= 1
@@ -95,6 +95,14 @@ def test_rate_distance_of_different_values_exceeds_tolerance(reference: Any, val
 )
 def test_explain_difference_names_cause(reference: Any, value: Any, words: str) -> None:
     assert words in explain_difference(reference, value)
+
+
+def test_explain_difference_of_pictures_without_shift_names_no_crop() -> None:
+    reference = np.zeros((10, 10))
+    reference[3:7, 2:6] = 1.0
+    value = reference.copy()
+    value[0, 0] = np.nan
+    assert "crop" not in explain_difference(reference, value)
 
 
 @pytest.mark.parametrize("name", FILTERS)

@@ -135,8 +135,12 @@ class RevisionCounters:
                 series.append((labels, value))
         self._require_series(marked, series)
         revisions = self._sum(series)
-        if any(counts.errors > counts.requests for counts in revisions.values()):
-            raise self._fail("a revision has more errors than requests")
+        for revision, counts in revisions.items():
+            if counts.errors > counts.requests:
+                raise self._fail(
+                    f"revision {revision} has more errors ({counts.errors:.0f}) than requests "
+                    f"({counts.requests:.0f})"
+                )
         return RevisionsReading(
             at=min(marked[_SCRAPED]),
             origin=short_digest(digest_json(sorted(origins))),

@@ -105,8 +105,8 @@ class FeedbackCounter:
         """Count feedback by user.
 
         Feedback is counted only if it is evidence, and if the current split assigns the user to the
-        same deployment. In a split with epochs, no feedback is counted by user, because an epoch is
-        closed before its feedback arrives.
+        same deployment. In a split with epochs, no feedback is counted by user, because an epoch
+        can be closed before its feedback arrives.
         """
         try:
             snapshot = self._deployments.get_current()
@@ -136,6 +136,7 @@ class FeedbackCounter:
                 return self._find_sealed(entry["token"])
         except OnnxOpsError:
             return None
+        split_number = self._deployments.get_current().split_number
         key = _hash_id(entry["request_id"].encode())
         place = key % REQUEST_IDS
         for worker in range(self._shared.workers):
@@ -143,9 +144,7 @@ class FeedbackCounter:
             if ids[place] >> _VALUE_BITS == key:
                 value, ids[place] = ids[place], 0
                 split = value >> _SLOT_BITS + _CELL_BITS
-                is_judged = (split - self._deployments.get_current().split_number) % (
-                    1 << _SPLIT_BITS
-                ) == 0
+                is_judged = (split - split_number) % (1 << _SPLIT_BITS) == 0
                 return _Subject(value % SLOTS, (value >> _SLOT_BITS) % (1 << _CELL_BITS), is_judged)
         return None
 

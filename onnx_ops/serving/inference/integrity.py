@@ -70,6 +70,7 @@ class TrustPolicy:
         Raises:
             RefusedError: no trusted key permits the deployment, or the server is bound to another
                 model or target.
+            UserError: the file of a trusted key does not hold a public key of ECDSA P-256.
             CorruptStateError: the stored binding cannot be read.
         """
         record = verify_authority(deployment, self._keys)
@@ -91,6 +92,7 @@ class TrustPolicy:
 
         Raises:
             CorruptStateError: the stored binding cannot be read.
+            OSError: the binding cannot be written.
         """
         if self._read_binding() is None:
             leader = state.leader()
@@ -129,6 +131,7 @@ class ModelCopies:
         Raises:
             RefusedError: `TrustPolicy.authorize` refuses the deployment, or its target declares no
                 such library of custom operators.
+            UserError: the file of a trusted key does not hold a public key of ECDSA P-256.
             NotFoundError: the deployment's folder does not exist.
             DigestMismatchError: the files differ from the manifest, or a library is not among them.
             InfrastructureError: the files cannot be read or copied.
@@ -168,7 +171,7 @@ class ModelCopies:
                 for path in self._folder.iterdir()
                 if path.is_dir() and _get_copy_name(path) not in needed
             ]
-            # Unfinished copies of killed processes come last, so that they are deleted.
+            # Unfinished copies of killed processes come last, so that they are deleted first.
             unused.sort(
                 key=lambda path: (path.name.startswith(TEMPORARY), -path.stat().st_mtime_ns)
             )
@@ -203,7 +206,7 @@ class ModelCopies:
                         where=str(source),
                         why="the manifest of the files in the folder is "
                         f"{short_digest(manifest.digest())}",
-                        remedy="Fetch the version again; its files were changed after they were "
+                        remedy="Fetch the version again; its files differ from those that were "
                         "registered.",
                     )
                 # If a copy exists, it is damaged, so it is replaced.

@@ -159,9 +159,9 @@ def open_session(
     """
     execution = execution or Execution()
     wanted = [provider.name for provider in execution.providers]
-    if missing := set(wanted) - set(ort.get_available_providers()):
+    if missing := [name for name in wanted if name not in ort.get_available_providers()]:
         raise _build_provider_error(
-            wanted, f"this build of ONNX Runtime has no {', '.join(sorted(missing))}"
+            missing[0], f"this build of ONNX Runtime has no {', '.join(missing)}"
         )
     if wanted != [CPU]:
         from onnx_ops.plugins import load_cuda
@@ -179,7 +179,7 @@ def open_session(
     )
     if session.get_providers()[0] != wanted[0]:
         raise _build_provider_error(
-            wanted, f"ONNX Runtime silently fell back to {session.get_providers()[0]}"
+            wanted[0], f"ONNX Runtime silently fell back to {session.get_providers()[0]}"
         )
     return session
 
@@ -222,9 +222,9 @@ def _fill_cache(providers: Sequence[Provider], cache: Path | None) -> list[dict[
     ]
 
 
-def _build_provider_error(wanted: Sequence[str], why: str) -> InfrastructureError:
+def _build_provider_error(provider: str, why: str) -> InfrastructureError:
     return InfrastructureError(
-        f"the model was measured on {wanted[0]}, which is not available here",
+        f"the model was measured on {provider}, which is not available here",
         why=why,
         remedy="Serve the model on a machine with that execution provider, or deploy a version "
         "that was measured on another target.",
@@ -328,7 +328,9 @@ class PackedModelCache:
                 return original
             packed = open_model(temporary / _PACKED_MODEL, optimize=False)
             if not return_same_bits(original, packed):
-                _log.warning("%s is not cached packed: its outputs would differ", path)
+                _log.warning(
+                    "%s is not cached packed: sample inputs do not show equal outputs", path
+                )
                 return original
             (temporary / _ENTRY).write_text(
                 json.dumps(_describe_entry(temporary)), encoding="utf-8"

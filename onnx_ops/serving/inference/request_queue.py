@@ -139,7 +139,10 @@ class WorkerThreads:
         self._is_deferred = False
 
     def add_arrival(self, queue: RequestQueue[Any]) -> int:
-        """Return the sequence number of an arriving request. The caller holds the lock."""
+        """Register an arriving request; return its sequence number.
+
+        The caller holds the lock.
+        """
         if queue not in self._waiting:
             self._waiting.append(queue)
         self._arrivals += 1

@@ -32,7 +32,7 @@ from onnx_ops.serving.inference.tensors import (
 
 MLFLOW_FORMS = ("inputs", "instances", "dataframe_split", "dataframe_records")
 SAGEMAKER_TYPE = "application/vnd.sagemaker-triton.binary+json"
-"""Content type of the binary form for clients that cannot send other headers.
+"""Content type of the binary form for clients that cannot send the header for it.
 
 `;json-header-size=N` is appended.
 """
@@ -56,7 +56,7 @@ def read_infer(
     """Decode an Open Inference v2 request.
 
     `header_length` is the number of bytes of JSON at the start of the body. With None, the whole
-    body is JSON. With 0, the body is the raw data of the only input.
+    body is JSON. With 0, the body is the raw data of the only required input.
     """
     if header_length is None:
         document, literals = parse_document(bytes(body))
@@ -231,7 +231,7 @@ def read_invocation(
         content_type: `text/csv`, `SAGEMAKER_TYPE`, or anything else for JSON. Without a header
             length, `application/octet-stream` is refused.
         header_length: as for `read_infer`. With a header length, the body is an Open Inference
-        request.
+            request.
     """
     kind, _, options = content_type.partition(";")
     kind = kind.strip().lower()
@@ -291,7 +291,8 @@ def _read_mlflow(document: Any, signature: ModelSignature, literals: bool) -> In
 def _read_instances(content: Any, signature: ModelSignature) -> Mapping[str, object]:
     """Return the columns of MLflow instances, by input.
 
-    Each instance is an object whose keys are names of inputs, or a value of the only input.
+    Each instance is an object whose keys are names of inputs, or a value of the only required
+    input.
     """
     if type(content) is list and content and type(content[0]) is dict:
         return _collect_columns(content, "instances")
@@ -412,7 +413,7 @@ def _is_number(text: str) -> bool:
 def _map_columns(
     columns: list[str], rows: list[list[Any]], signature: ModelSignature
 ) -> Mapping[str, object]:
-    """Return columns by input, or all rows for the only input."""
+    """Return columns by input, or all rows for the only required input."""
     names = set(columns)
     if signature.required <= names <= signature.inputs.keys():
         return {name: [row[i] for row in rows] for i, name in enumerate(columns)}

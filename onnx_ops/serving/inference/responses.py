@@ -60,7 +60,7 @@ class LeaseLapsedError(ServiceUnavailableError):
         self.retry_after_s = 5
         super().__init__(
             "the serving lease of this replica has expired",
-            why="the replica has not read its object store in time",
+            why="the replica has not renewed the lease in time",
             remedy=f"Retry in {self.retry_after_s} s, at another replica.",
         )
 
@@ -183,7 +183,7 @@ def encode_outputs(
         return _encode_predictions(request, arrays), _JSON_LINE
     writers = signature.writers
     if len(arrays) == 1 and not request.binary and request.request_id is None:
-        # Fast path: most requests have one output, and a response in JSON without an id.
+        # The usual response, without the lists that the general case needs below.
         (name,), (array,) = request.outputs, arrays
         return b"".join(
             (signature.outputs_prefix, writers[name].write_json(array), b"]}")

@@ -68,7 +68,7 @@ _CLIENT_GONE = 499
 MAX_BATCH_ROWS = 1024
 """Maximum number of rows in a batch of several requests.
 
-So a small request never waits for the run of a much larger batch.
+In a larger batch, a small request would wait for the rows of many other requests.
 """
 _REST_S = 10.0
 """Seconds in which a deployment does not run on the event loop.
@@ -264,10 +264,11 @@ class InferenceService:
     ) -> bool:
         """Return whether the error of a routed request is evidence against its version.
 
-        If every version with traffic refuses a request, its client is the cause. Otherwise, a
-        client could decide a rollout by sending many such requests to one version. Therefore the
-        other versions decode the request too. Without another version, every error is evidence. An
-        error that is not a refusal, such as the failure of a run, is always evidence.
+        If every version with traffic refuses a request, its client is the cause. If such errors
+        were evidence, a client could decide a rollout by sending many of these requests to one
+        version. Therefore the other versions decode the request too. Without another version, every
+        error is evidence. An error that is not a refusal, such as the failure of a run, is always
+        evidence.
         """
         is_refusal = isinstance(error, UserError) and not isinstance(error, InputsRejectedError)
         if not is_refusal or snapshot is None or loaded is None:
@@ -350,8 +351,8 @@ class InferenceService:
             return _NEVER
         if not value.isdigit() or len(value) > 9:
             raise UserError(
-                f"{messages.TIMEOUT_HEADER} must be a whole number of milliseconds, with at most 9 "
-                "digits"
+                f"{messages.TIMEOUT_HEADER} must be a whole number of milliseconds with at most 9 "
+                f"digits, not {value[:40].decode('latin-1')!r}"
             )
         return int(value) / 1e3
 

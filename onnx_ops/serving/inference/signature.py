@@ -27,7 +27,7 @@ MAX_PADDED_CHARACTERS = 1 << 25
 """Maximum product of the number of texts and the length of the longest one.
 
 It applies to models that pad the words of every text to those of the longest. In a body of 1 MB,
-one text of 100,000 words beside 100,000 texts of one letter would need terabytes of memory.
+one text of 100,000 words beside 100,000 texts of one letter would need hundreds of gigabytes.
 """
 _LONG_TEXT = MAX_PADDED_CHARACTERS >> 10
 """Length of a text above which a model that pads texts runs its request alone.
@@ -59,7 +59,7 @@ class InferenceRequest:
         request_id: the client's id of the request, which is copied to the response.
         binary: for each output, whether its data is written in the binary form; empty if none is.
         is_sagemaker: whether the content type contains the length of the JSON, because SageMaker
-            passes no other header.
+            does not pass the header for it.
     """
 
     feed: dict[str, Array]
@@ -129,8 +129,8 @@ class ModelSignature:
     """Inputs and outputs of a model, with their readers and writers.
 
     Args:
-        model: name of the model in every response.
-        version: version of the model in every response.
+        model: name of the model in every v2 response.
+        version: version of the model in every v2 response.
         inputs: inputs by name, in the model's order.
         outputs: outputs by name, in the model's order.
         optional: inputs that a request can omit.

@@ -2,7 +2,7 @@
 
 NumPy's type inference is not used, because it would turn text into numbers, null into NaN, and a
 boolean into 1. Small JSON bodies are parsed by orjson. In large bodies, simdjson parses arrays of
-numbers only when their type is known, so their elements never become Python objects.
+numbers only when their type is known, so their elements need not become Python objects.
 """
 
 from __future__ import annotations
@@ -481,8 +481,7 @@ class TensorReader:
         self.dtype = np.dtype(get_numpy_dtype(spec.dtype))
         self.dims = tuple(d if isinstance(d, int) else None for d in spec.shape)
         self.has_free_rows = bool(self.dims) and self.dims[0] is None
-        # The struct module checks the types of numbers, and packs them faster than numpy converts a
-        # list.
+        # The struct module packs a list of numbers and checks their types in one call.
         has_code = self.dtype.kind in "fiu" and spec.dtype != "bfloat16"
         self.code = self.dtype.char.replace("l", "q").replace("L", "Q") if has_code else ""
         self.elements = frozenset(

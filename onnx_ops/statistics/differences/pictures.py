@@ -15,15 +15,15 @@ from onnx_ops.statistics.differences.resampling import ResizeMatch, identify_res
 Floats: TypeAlias = npt.NDArray[np.float64]
 
 _LARGEST = 600_000
-"""Maximum number of elements that hypotheses are compared on.
+"""Number of elements that limits the search.
 
-Larger arrays are thinned for linear hypotheses, and are not tried for softmax and sigmoid. Crops
-are searched in arrays of up to four times this size.
+Arrays of at least twice this size are thinned for lines that fit all channels. Larger arrays are
+not tried for softmax and sigmoid. Crops are searched in arrays of up to four times this size.
 """
 _EXPLAINED = 0.2
-"""Share of the difference that can remain after a hypothesis that explains it.
+"""Share of the difference that can remain after a shift that explains it.
 
-For a combination of changes, the weighted share can be twice as large.
+For other changes, the weighted share (see `_search_hypotheses`) can be twice as large.
 """
 _SHIFTS = 24
 """Maximum number of rows or columns of a shift that is searched for."""
@@ -236,7 +236,7 @@ def _fit_channels(left: Floats, right: Floats) -> tuple[tuple[str, ...], float]:
 
 
 def _fit_functions(left: Floats, right: Floats) -> Iterator[tuple[tuple[str, ...], float]]:
-    """Yield the functions that often follow a model: softmax and sigmoid."""
+    """Yield softmax and sigmoid of each side, and the mean difference that remains."""
     for name, made, other in (
         ("the source applies it, the candidate does not", right, left),
         ("the candidate applies it, the source does not", left, right),
@@ -320,7 +320,7 @@ def _explain_crop(left: Floats, right: Floats) -> str:
     for down, across in _list_shifts(left, right, reach):
         residual = float(np.abs(_cut(left, down, across) - _cut(right, -down, -across)).mean())
         best = min(best, (residual, down, across))
-    if best[0] > _EXPLAINED * before:
+    if best[0] > _EXPLAINED * before or best[1:] == (0, 0):
         return ""
     shifts = [
         f"{abs(shift)} {noun}{'s' if abs(shift) != 1 else ''} {later if shift > 0 else earlier}"
