@@ -141,7 +141,8 @@ class AnalysisLog:
         """
         entry = AnalysisEntry(key=state.key, sequence=state.head + 1, at=at, body=body)
         if not self._objects.create(_format_name(state.key, entry.sequence), codec.dumps(entry)):
-            raise ConflictError("another instance recorded first", where=state.key.rollout)
+            what = f"another instance recorded entry {entry.sequence} first"
+            raise ConflictError(what, where=state.key.rollout)
         changed = apply_entry(state, entry)
         self._remember(changed)
         if changed.head % CHECKPOINT_EVERY == 0:
@@ -193,9 +194,9 @@ class AnalysisLog:
         """Delete the unneeded objects of a rollout; return whether its attempt was ended.
 
         An attempt is ended with the reason `why` if its last entry is older than `keep_s` and than
-        the attempt's `max_duration`. The entries of an attempt that `forget` ended are deleted a
-        day later. A call after another `keep_s` deletes the remaining objects.
-        Entries before the end of an attempt that a client has ended are deleted immediately.
+        the attempt's `max_duration`; its earlier entries are then deleted immediately. The earlier
+        entries of an attempt that a client ended are deleted a day later. A call after another
+        `keep_s` deletes the remaining objects.
 
         Raises:
             ConflictError: another instance appended an entry.
@@ -206,7 +207,8 @@ class AnalysisLog:
         if is_ended:
             state = self.append(state, RolloutForgotten(why=why), now)
         if state.policy is None:
-            # After `forget`, another instance can have a state in memory, which needs the entries.
+            # After a client ended the attempt, another instance can have a state in memory, which
+            # needs the entries.
             if is_ended or state.is_over(now, DAY):
                 self._delete_before(state)
             if not is_ended and state.is_over(now, keep_s):
@@ -265,7 +267,7 @@ def _decode(data: bytes, key: RolloutKey, sequence: int) -> AnalysisEntry:
     entry = codec.loads(data, AnalysisEntry, where=where)
     if (entry.key, entry.sequence) != (key, sequence):
         raise CorruptStateError(
-            "the object contains an entry of another rollout or number",
+            f"the object contains entry {entry.sequence} of rollout {entry.key.rollout}",
             where=where,
             remedy="Restore the object from a backup.",
         )

@@ -168,7 +168,10 @@ def _digest(text: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedObject:
-    """An object in a listing; `at` is its time of modification in seconds after 1970."""
+    """An object in a listing.
+
+    `at` is the time of its modification in seconds since the epoch.
+    """
 
     name: str
     size_bytes: int

@@ -55,7 +55,7 @@ def request_json(
     max_bytes: int = MAX_ANSWER_BYTES,
     timeout_s: float | None = None,
 ) -> Any:
-    """Send JSON; return the answer's JSON value, or its text if it is not JSON.
+    """Send a request; return the answer's JSON value, or its text if it is not JSON.
 
     Errors show `host` in place of the address, which can be a secret. They also show the status and
     the start of an answer that reports an error.

@@ -187,7 +187,8 @@ def _unpack(archive: Path, address: WebAddress) -> None:
     """Replace an archive by its files, none of which can be outside of its folder.
 
     Raises:
-        UserError: the file is not an archive, or contains a path outside its folder.
+        UserError: the file is not a whole archive, or is a tar archive with a path outside its
+            folder.
     """
     import tarfile
 
@@ -240,7 +241,7 @@ def _explain_status(status: int, address: WebAddress) -> OnnxOpsError:
 
 
 def _download_repository(address: HubAddress, folder: Path) -> None:
-    """Download a file, or all files of a folder, of a repository.
+    """Download a file or a folder of a repository, or the whole repository.
 
     The external data of an ONNX file is downloaded with it.
 

@@ -59,13 +59,14 @@ def download_model(objects: ObjectStore, digest: Digest, folder: Path) -> Manife
         raise NotFoundError(
             "the store has no files of this version",
             where=where,
-            remedy="Publish the version again.",
+            remedy="Restore the files from a backup of the store, or roll back to another version.",
         )
     if digest_bytes(data) != digest:
         raise CorruptStateError(
             "the manifest was changed",
             where=where,
-            remedy="Delete the manifest, and publish the version again.",
+            remedy="Restore the manifest from a backup of the store, or roll back to another "
+            "version.",
         )
     manifest = _parse_manifest(data, where)
     for name in manifest:
@@ -73,7 +74,10 @@ def download_model(objects: ObjectStore, digest: Digest, folder: Path) -> Manife
         target.parent.mkdir(parents=True, exist_ok=True)
         if not objects.download(f"{place}/{_FILES}/{name}", target):
             raise NotFoundError(
-                f"file {name} is missing", where=where, remedy="Publish the version again."
+                f"file {name} is missing",
+                where=where,
+                remedy="Restore the file from a backup of the store, or roll back to another "
+                "version.",
             )
     return manifest
 
@@ -86,7 +90,7 @@ def _parse_manifest(data: bytes, where: str) -> Manifest:
             raise CorruptStateError(
                 f"the manifest names {name[:80]!r}, which is not a path within its folder",
                 where=where,
-                remedy="Delete the manifest, and publish the version again.",
+                remedy="Roll back to another version.",
             )
     return Manifest(files=files)
 

@@ -50,7 +50,7 @@ A server that is further behind, for example because of its clock, does not dela
 
 
 class ServerMetrics(MetricsSource):
-    """Metrics source that sums the counts of all servers of an endpoint.
+    """Metrics source that combines the counts of all servers of an endpoint.
 
     `counts` requests the counts from the servers, with counts by user if its request is not None.
     """

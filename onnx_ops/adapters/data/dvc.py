@@ -90,8 +90,8 @@ _RESTORE = "Restore the pointer with `git checkout`, or recreate it with `dvc ad
 class DvcOptions:
     """Options of data in a DVC repository.
 
-    `path` is a file that DVC tracks, relative to `repo`. `repo` is a folder below the project's
-    root, or a URL.
+    `path` is a file that DVC tracks, relative to `repo`. `repo` is a folder relative to
+    the project's root, or a URL.
 
     `rev` is a tag, branch or commit; empty for the commit of the checkout, or for the default
     branch of a URL. `remote` names the DVC remote; if it is empty, the remote of the pointer or
@@ -272,9 +272,11 @@ class DvcSource(DataSource):
         A commit never changes, so the pointer of a commit, path and remote is stored.
 
         Raises:
-            NotFoundError: DVC does not track the file at this commit.
-            RefusedError: the pointer has no MD5.
+            NotFoundError: the repository does not use DVC, or DVC does not track the file at this
+                commit.
+            RefusedError: the pointer has no MD5, or is not the only one.
             DigestMismatchError: the pointer is not valid.
+            InfrastructureError: DVC fails.
         """
         key = json.dumps([str(folder.resolve()), commit, path, options.remote])
         stored = (

@@ -31,8 +31,9 @@ class DvcWorker:
     def find(self, repo: str, rev: str, path: str, remote: str) -> list[dict[str, Any]]:
         """Return the outputs that are or contain `path`.
 
-        All paths are relative to git's top folder. An empty `rev` reads the working tree. `remote`
-        is the remote to use; if it is empty, the remote of the pointer or the default is used.
+        `path`, and `file` and `out` in the result, are relative to git's top folder. An empty `rev`
+        reads the working tree. `remote` is the remote to use; if it is empty, the remote of the
+        pointer or the default is used.
         """
         from dvc.exceptions import OutputNotFoundError
 

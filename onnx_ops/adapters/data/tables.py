@@ -196,10 +196,10 @@ def _read_csv(arrow: Any, path: Path, suffix: str, most_bytes: int | None) -> An
 
 
 def _drop_unnamed(table: Any) -> Any:
-    """Return the table without columns that contain no data.
+    """Return the table without row labels, and without an empty last column.
 
-    These are a first column of row labels, which has no name or is called `Unnamed: 0`, and the
-    empty column after a separator at the end of lines.
+    The first column contains row labels if it has no name or is called `Unnamed: 0`. A separator at
+    the end of lines causes an empty last column.
     """
     names = table.column_names
     if names[0] in _INDEX_NAMES and len(names) > 1:
@@ -507,7 +507,7 @@ def _convert_column(arrow: Any, column: Any, where: str) -> Array:
         "Columns can contain numbers, booleans, texts, categories or dates. "
         "Remove this column from the file."
     )
-    raise UserError(f"the column is of type {kind}", where=where, remedy=remedy)
+    raise UserError(f"columns of type {kind} are not supported", where=where, remedy=remedy)
 
 
 def _cast_column(arrow: Any, column: Any) -> Any:

@@ -91,7 +91,7 @@ class AzureDeploymentEndpoints(CloudEndpoints):
         self._policy = policy or RetryPolicy()
 
     def capabilities(self, options: Mapping[str, Json] | None = None) -> frozenset[str]:
-        """Return `split` and the kinds of counts that Azure Monitor provides."""
+        """Return `split`, and the capabilities of Azure Monitor as a metrics source."""
         return frozenset({"split"}) | self.metrics().capabilities()
 
     def validate_options(self, options: Mapping[str, Json]) -> None:
@@ -178,8 +178,8 @@ class AzureDeploymentEndpoints(CloudEndpoints):
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Change only the traffic if the state's leader runs; otherwise call `apply`.
 
-        If the endpoint is settled and the leader's deployment is part of the applied state, the
-        second request to Azure Resource Manager changes the traffic.
+        If the endpoint is settled and the applied state contains the leader with the present
+        options, the second request to Azure Resource Manager changes the traffic.
         """
         if self._connect(config).restore(state, generation):
             return

@@ -84,7 +84,8 @@ class AzureDeployments:
     def is_ready(self, resource: OnlineDeployment | None) -> bool:
         """Return whether a deployment runs as the options demand; send no request.
 
-        The result is False for a scaled deployment, because only Azure Monitor has its limits.
+        The result is False for a scaled deployment, whose autoscale setting only a request to Azure
+        Monitor can show.
         """
         return (
             resource is not None
@@ -128,8 +129,10 @@ class AzureDeployments:
                         where=where,
                         why=f"its provisioning state is {resource.state}; the former instances "
                         "still serve",
-                        remedy="See its log with `az ml online-deployment get-logs`, or in the "
-                        "Azure portal.",
+                        remedy="See its log in the Azure portal, or with `az ml online-deployment "
+                        f"get-logs --name {name} --endpoint-name {self._client.name} "
+                        f"--workspace-name {self._client.workspace.workspace} "
+                        f"--resource-group {self._client.workspace.resource_group}`.",
                     )
                 has_retried = True
                 self._autoscaling.update(resource)
@@ -275,8 +278,9 @@ class Autoscaling:
     def apply(self, resource: OnlineDeployment) -> bool:
         """Apply the options; return whether count and tag of the deployment were right.
 
-        The tag is written before the autoscale setting is created, and removed after the setting is
-        deleted. So a deployment without the tag has no autoscale setting of onnx-ops.
+        The tag shows the limits before the autoscale setting is created, and `none` only after the
+        setting is deleted. So a deployment whose tag is `none` has no autoscale setting of
+        onnx-ops.
         """
         has_tag = resource.tags.get(SCALING, NOT_SCALED) == self.tag
         if has_tag and not self._is_miscounted(resource):
@@ -343,7 +347,7 @@ class Autoscaling:
             return None
         capacity = profiles[0].get("capacity", {})
         limits = f"{capacity.get('minimum')} to {capacity.get('maximum')} instances"
-        return f"{limits}, disabled or with other rules"
+        return f"{limits} with other limits or rules, or disabled"
 
     def _setting(self, name: str) -> dict[str, Any]:
         client, options, target = self._client, self._options, self._client.deployment_path(name)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from azure.storage.blob import ContainerClient
 
 _VERSION = "1"
-"""Version of every model: the models of one name always have the same content."""
+"""Version of every model asset in Azure: models of one name have the same content."""
 _BLOCK_BYTES = 8 << 20
 
 
@@ -134,7 +134,9 @@ class AzureModels:
         The model is named by its content. A missing model is copied from the workspace.
 
         Raises:
-            NotFoundError: the registry does not exist, or the identity cannot read it.
+            NotFoundError: the registry does not exist, the identity cannot read it, or files of the
+                model are missing.
+            DigestMismatchError: the files do not match the manifest of the model.
             RefusedError: the registry contains a model of that name with another manifest.
             ServiceUnavailableError: the copy does not appear in the registry in time.
         """
@@ -166,7 +168,7 @@ class AzureModels:
                     f"the registry contains another model with the name {model}",
                     where=where,
                     why=f"its manifest is {manifest}",
-                    remedy="Choose another registry, or archive the model that it contains.",
+                    remedy="Choose another `registry`.",
                 )
             return path
         asset = self._ensure_asset(name, deployment)

@@ -31,7 +31,7 @@ _Instances = Annotated[int | None, Ge(1), Le(500)]
 class AzureOptions(LeaseOptions, ContainerOptions):
     """Options of one endpoint and of its server; see docs/azureml-options.md.
 
-    The project, not the pipeline, sets `trusted_keys` and `endpoint`.
+    `trusted_keys` and `endpoint` are not set in the options: the provider adds them.
     """
 
     subscription: PlaceName
@@ -94,7 +94,7 @@ class AzureOptions(LeaseOptions, ContainerOptions):
         return self.traffic == "table"
 
     def locate(self) -> ReplicaOptions:
-        """Return locations, number of instances, and `LeaseOptions`."""
+        """Return locations, least number of instances, and `LeaseOptions`."""
         return ReplicaOptions(
             control=self.control,
             reports=self.reports,

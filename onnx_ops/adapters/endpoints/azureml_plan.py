@@ -81,7 +81,7 @@ def plan_names(
 ) -> TrafficPlan:
     """Return a plan that changes only the traffic and the tags of an endpoint.
 
-    `names` are the deployments of the state, by their names in Azure.
+    `names` are the names in Azure of the deployments of the state.
     """
     listed = sorted(names)
     tags = {
@@ -131,7 +131,7 @@ def read_record(tags: Mapping[str, str]) -> Deployment | None:
 
 
 def read_generation(tags: Mapping[str, str]) -> int:
-    """Return the generation in an endpoint's tags; 0 if none was applied yet."""
+    """Return the generation in an endpoint's tags; 0 if they contain none."""
     text = tags.get(GENERATION, "")
     return int(text) if text.isdecimal() else 0
 

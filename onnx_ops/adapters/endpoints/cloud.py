@@ -1,4 +1,4 @@
-"""Shared code of the endpoint providers for managed clouds."""
+"""Base of the providers for managed clouds, and code that other providers share."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class CloudEndpoints(EndpointProvider):
     """Base of the providers that run the image of onnx-ops in containers of a cloud.
 
     The containers verify signatures with the public keys in the folder `trusted`. Without this
-    folder, they load any model.
+    folder, they load any model with `traffic: native`, and are not created with `traffic: table`.
     """
 
     metrics_plugin: ClassVar[str]

@@ -64,7 +64,7 @@ class FleetEndpoints(ReplicaEndpoints):
 
     Args:
         machines: the cloud's own provider, which runs the fleet as a deployment.
-        read: returns the locations and the number of instances of an endpoint.
+        read: returns the locations and the least number of instances of an endpoint.
         read_store_options: returns the options of the object store's client.
         trusted: folder of the trusted public keys.
     """
@@ -82,7 +82,7 @@ class FleetEndpoints(ReplicaEndpoints):
         self._read_store_options = read_store_options
 
     def read_options(self, config: EndpointConfig) -> ReplicaOptions:
-        """Return the locations, and how many instances should run."""
+        """Return the locations, and how many instances should run at least."""
         return self._read(config)
 
     def read_store_options(self, config: EndpointConfig) -> Mapping[str, Any]:
@@ -370,7 +370,7 @@ class TrafficModes(EndpointProvider):
         self._select(config.options).roll_back(config, state, generation=generation)
 
     def confirm_rollout(self, config: EndpointConfig) -> None:
-        """Record that the rollout was analyzed, so that the candidate keeps its traffic."""
+        """Record that the rollout was analyzed; do nothing with `traffic: native`."""
         self._select(config.options).confirm_rollout(config)
 
     def address(self, config: EndpointConfig) -> str | None:

@@ -374,7 +374,11 @@ class LocalEndpoints(EndpointProvider):
             candidates = (_FIRST_PORT + (first + offset) % _PORTS for offset in range(_PORTS))
             port = next(filter(_is_free, candidates), None)
             if port is None:
-                raise ServiceUnavailableError("no port is free", where=server.folder.name)
+                raise ServiceUnavailableError(
+                    f"no port from {_FIRST_PORT} to {_FIRST_PORT + _PORTS - 1} is free",
+                    where=server.folder.name,
+                    remedy="Set `port` in the options of this endpoint.",
+                )
         # The working directory of the server is its own folder. With a relative path, this folder
         # and that of the trusted keys can be moved together.
         trusted = (

@@ -26,7 +26,7 @@ def find_ends(
     """Return the starts that ended without a last report, one per moment.
 
     The last start of a replica is treated as ended after `LEASE_S` + `DEADLINE_S` without a report,
-    and only if other replicas report. If no replica reports, the store or this process was
+    and only if other replicas report. If no replica reports, the store or this process can be
     disconnected. An earlier start of a replica is treated as ended unless a later start has
     reported for the same server.
 

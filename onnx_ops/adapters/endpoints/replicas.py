@@ -101,7 +101,7 @@ _READERS = 16
 _PREPARE_S = 300.0
 ADOPT_S = 10.0
 _REQUEST_S = 4.0
-"""Seconds within which a store must answer one request.
+"""Seconds within which a store must answer a request other than an upload.
 
 The limit is short because a rollback makes several requests, and must end within seconds. The
 reconciler repeats failed requests.
@@ -518,7 +518,9 @@ class ReplicaEndpoints(EndpointProvider):
                 'Set `signing = "required"`, and create a key with `onnx-ops keys new`.',
             )
         trusted = () if self._keys is None else self._keys.keys()
-        found = f"{short_digest(signer.key)} signs tables"
+        found = f"{short_digest(signer.key)} signs tables" + (
+            "" if signer.key in trusted else ", but is not a trusted release key"
+        )
         return (
             signer.key in trusted,
             found,
@@ -677,7 +679,7 @@ class ReplicaEndpoints(EndpointProvider):
         return require_table(self._read_table(config, number))
 
     def _look(self, config: EndpointConfig, *, with_replicas: bool = True) -> StorePlace:
-        """Read the tables and, if `with_replicas`, the reports concurrently."""
+        """Read the newest table and, if `with_replicas`, the statuses concurrently."""
         control = self._control(config)
         with ThreadPoolExecutor(_READERS) as pool:
             listed = pool.submit(control.list_objects, FOLDER)
@@ -958,10 +960,8 @@ class ReplicaEndpoints(EndpointProvider):
         """Yield why registered replicas currently provide no evidence."""
         for one in _list_registered(seen.replicas, self.count_expected(config, seen.replicas)):
             if not (one.is_live and one.status.is_healthy):
-                yield (
-                    f"replica {one.status.replica} is skipped: it does not report, "
-                    "or it could not load all versions"
-                )
+                why = "it reports an error" if one.is_live else "it does not report"
+                yield f"replica {one.status.replica} is skipped: {why}"
 
     def _read_starts(
         self, config: EndpointConfig, replicas: Iterable[SeenReplica]

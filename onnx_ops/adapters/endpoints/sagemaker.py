@@ -129,7 +129,8 @@ class SageMakerVariants(CloudEndpoints):
         """Return the endpoint's name, region, profile and location in S3.
 
         Raises:
-            UserError: the options are not valid.
+            UserError: the options are not valid, or no region is set.
+            MissingPackageError: boto3 is not installed.
         """
         client = self._connect(config)
         profile = f" of profile {client.options.profile}" if client.options.profile else ""

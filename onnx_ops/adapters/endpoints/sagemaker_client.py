@@ -32,11 +32,11 @@ T = TypeVar("T")
 MISSING_OBJECT = ("404", "NoSuchKey", "NotFound", "NoSuchBucket")
 """Error codes of S3 for an object or a bucket that does not exist."""
 NOT_FOUND = ("could not find",)
-"""SageMaker's message, in lower case, for a resource that does not exist."""
+"""Part of SageMaker's message, in lower case, for a resource that does not exist."""
 IN_PROGRESS = ("in-progress", "in progress")
-"""SageMaker's messages, in lower case, for a resource that is being changed."""
+"""Parts of SageMaker's messages, in lower case, about a resource being changed."""
 _MAX_RACES = 8
-"""Number of attempts to write the claim; another writer can be faster each time."""
+"""Maximum number of attempts to write the claim: other writers can be faster."""
 
 
 class SageMakerClient:

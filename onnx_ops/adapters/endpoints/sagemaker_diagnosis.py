@@ -155,8 +155,8 @@ def _check_image(connect: Clients, image: str) -> Finding:
     match = _ECR.fullmatch(image)
     if match is None:
         remedy = (
-            "Push the image to ECR, which SageMaker requires. Create the repository with "
-            "`aws ecr create-repository --repository-name onnx-ops`."
+            "Create a repository with `aws ecr create-repository --repository-name onnx-ops`, "
+            "push the image to it, and set `image` to its address: only ECR is supported."
         )
         return False, f"{image} is not in ECR", remedy
     ecr, region = connect("ecr"), connect("sagemaker").meta.region_name

@@ -188,7 +188,7 @@ def _require_possible(endpoint: str, state: EndpointState, options: SageMakerOpt
     elif any(state.split.shadow.values()):
         problem = "SageMaker does not compare the answers of a shadow variant"
     elif len(state.deployments) > 10:
-        problem = "an endpoint can have at most ten variants"
+        problem = f"an endpoint can have at most 10 variants, not {len(state.deployments)}"
     elif len(set(variants)) != len(variants):
         repeated = sorted({name for name in variants if variants.count(name) > 1})
         problem = f"several deployments would have the same variant name: {', '.join(repeated)}"
@@ -203,7 +203,7 @@ def _model_request(
         raise UserError(
             f"the trusted keys have {len(trusted_keys)} characters, and onnx-ops writes at most "
             f"{_VALUE_CHARACTERS} into an environment variable of a container",
-            remedy="Retire old keys.",
+            remedy="Retire old keys with `onnx-ops keys retire KEY`.",
         )
     environment = format_option_variables(options)
     if trusted_keys:

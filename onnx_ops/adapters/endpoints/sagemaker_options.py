@@ -112,7 +112,7 @@ class SageMakerOptions(AwsAccess, LeaseOptions, ContainerOptions):
         return self.traffic == "table"
 
     def locate(self, endpoint: str) -> ReplicaOptions:
-        """Return locations in the bucket, number of instances, and `LeaseOptions`.
+        """Return locations in the bucket, least number of instances, and `LeaseOptions`.
 
         Reports have a separate prefix, so that the containers' role needs no permission to write
         tables.
@@ -146,7 +146,7 @@ class SageMakerOptions(AwsAccess, LeaseOptions, ContainerOptions):
 
     @property
     def guarded(self) -> bool:
-        """Whether SageMaker updates the only variant blue/green, with alarms.
+        """Whether SageMaker updates the one variant blue/green, with `alarms` if set.
 
         This holds for strategy `guarded`, and for `traffic: table`, where the instances split the
         traffic between versions.

@@ -15,7 +15,7 @@ from onnx_ops.domain.quantities import Json
 # Slots would break options that inherit from several dataclasses.
 @dataclass(frozen=True, kw_only=True)
 class LeaseOptions:
-    """Options for replicas that cannot read the store, or whose rollout is abandoned."""
+    """Options for replicas without access to the store, or with an abandoned rollout."""
 
     judge_timeout: Annotated[
         float,
@@ -30,7 +30,7 @@ class LeaseOptions:
     lease: Annotated[
         Literal["serve", "leave"],
         doc(
-            "What a replica does if it could not read the store for 30 s: "
+            "What a replica does if it could not read the tables, or not report, for 30 s: "
             "`serve` serves the stable version; `leave` refuses requests."
         ),
     ] = "serve"

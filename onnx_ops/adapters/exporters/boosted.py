@@ -83,7 +83,9 @@ class XgboostExporter(_BoostedExporter):
 
     tools = ("xgboost", *SklearnExporter.tools)
     _package = "xgboost"
-    _native = "an XGBClassifier or XGBRegressor (whose `load_model` reads a Booster's file)"
+    _native = (
+        "an XGBClassifier, XGBRegressor or XGBRanker (whose `load_model` reads a Booster's file)"
+    )
     _converter = ("xgboost.operator_converters.XGBoost", "convert_xgboost")
     _estimators = (("XGBClassifier", True), ("XGBRegressor", False), ("XGBRanker", False))
 
@@ -105,7 +107,7 @@ class LightgbmExporter(_BoostedExporter):
 
     tools = ("lightgbm", *SklearnExporter.tools)
     _package = "lightgbm"
-    _native = "an LGBMClassifier or LGBMRegressor"
+    _native = "an LGBMClassifier, LGBMRegressor or LGBMRanker"
 
     _converter = ("lightgbm.operator_converters.LightGbm", "convert_lightgbm")
     _estimators = (("LGBMClassifier", True), ("LGBMRegressor", False), ("LGBMRanker", False))

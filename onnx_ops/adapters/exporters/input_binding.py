@@ -73,8 +73,8 @@ def bind_call(
         renamed: whether a single input can have a different name from its parameter.
 
     Raises:
-        UserError: no parameter has the name of an input, a parameter has no input, or the order is
-            not declared.
+        UserError: no parameter has the name of an input, a required parameter has no input, or the
+            order is not declared.
     """
     parameters = inspect.signature(function).parameters
     named = _list_named(parameters)

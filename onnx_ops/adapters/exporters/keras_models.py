@@ -107,7 +107,7 @@ def call_keras(model: Any, tensors: Mapping[str, Any]) -> Any:
 def _read_names(model: Any) -> list[str] | None:
     """Return the names of the inputs of a functional or sequential model.
 
-    The result is None for a subclassed model, whose inputs have no names.
+    The result is None for a subclassed model, which does not declare its inputs.
     """
     inputs = getattr(model, "inputs", None)
     if inputs is None:

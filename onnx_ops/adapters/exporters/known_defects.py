@@ -109,7 +109,10 @@ def _lightgbm(part: Any) -> Iterator[ConversionDefect]:
         yield (
             f"{name} with objective {settings['objective']}",
             "onnxmltools does not support this objective",
-            "Use an LGBMClassifier with objective binary.",
+            (
+                "For labels 0 and 1, train an LGBMClassifier with objective binary. For other "
+                "targets, train with objective regression on the logit of the target."
+            ),
         )
     if part.booster_.pandas_categorical:
         yield (

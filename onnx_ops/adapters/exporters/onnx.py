@@ -85,7 +85,7 @@ class OnnxExporter(Exporter):
         return find_model_file(folder)
 
     def export(self, model: object, request: ExportRequest) -> None:
-        """Copy the file, or convert it if the option `convert_opset` is set.
+        """Copy the file, or convert it if the option `convert` is true.
 
         A file with the opset and the IR version of the section is always copied.
 

@@ -21,9 +21,10 @@ FREE_BATCH: Mapping[int, str] = {0: "batch"}
 """Default free axes of an input, if `export.dynamic` declares none."""
 
 OUTPUT = "output"
-"""Name of a single output.
+"""Name of a single output, unless the model returns a dictionary.
 
-Several outputs are called `output_0`, `output_1` …, or by the keys of a dictionary.
+Several outputs are called `output_0`, `output_1` …. The outputs in a dictionary have its keys as
+names.
 """
 
 
@@ -96,10 +97,10 @@ def name_axes(model: Any, section: Export) -> None:
 
 
 def tidy_converted(model: Any, names: Sequence[str], section: Export) -> None:
-    """Set the axes, the IR version and the output names of a converted model.
+    """Set the names of axes and outputs, and the IR version, of a converted model.
 
-    The axes and the IR version are those of the section. Outputs are renamed wherever they are
-    used. The producer version and the types of intermediate values are removed.
+    The names of axes and the IR version are those of the section. Outputs are renamed wherever they
+    are used. The producer version and the types of intermediate values are removed.
     """
     renamed = {value.name: name for value, name in zip(model.graph.output, names, strict=True)}
     for value in (*model.graph.output, *model.graph.value_info, *model.graph.initializer):

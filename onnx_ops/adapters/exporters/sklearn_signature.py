@@ -112,7 +112,7 @@ def _choose_matrix_layout(
 
 
 def _choose_column_layout(model: object, columns: Tensors, *, by_column: bool) -> InputLayout:
-    """Return the layout of one input for each column, in the order of the model.
+    """Return the layout of inputs with one column each, in the order of the model.
 
     Raises:
         UserError: the model takes columns of texts and of numbers in one matrix.

@@ -22,12 +22,12 @@ _BOOSTED = ("GradientBoostingClassifier", "GradientBoostingRegressor")
 
 
 def read_source_trees(model: object) -> tuple[Tree, ...] | None:
-    """Return the trees of a decision tree, forest or boosting; else None.
+    """Return the trees of a decision tree, forest or GradientBoosting model, or None.
 
     The estimator is the model itself or the last step of a pipeline. A forest averages its trees,
-    so each leaf of n trees is multiplied by 1/n. Boosting adds its trees, each multiplied by the
-    learning rate. With k classes, tree i belongs to class i modulo k. For two classes, a file
-    contains only the weights of the second class.
+    so each leaf of n trees is multiplied by 1/n. GradientBoosting adds its trees, each
+    multiplied by the learning rate. With k classes, tree i belongs to class i modulo k. For two
+    classes, a file contains only the weights of the second class.
     """
     last, grown = get_last_step(model), _estimators(model)
     if not grown:
@@ -107,8 +107,8 @@ def route_missing_values(converted: Any, model: object) -> None:
     """Route NaN to the same branches in the export as in the source.
 
     The converter does not route NaN. The routes are changed only if the export contains one tree
-    ensemble, and the source ends in a tree, a forest or a boosting. A tree that was trained without
-    NaN routes NaN with the majority of its training rows.
+    ensemble, and the source ends in a tree, a forest or a GradientBoosting estimator. A tree that
+    was trained without NaN routes NaN with the majority of its training rows.
     """
     ensembles = [node for node in converted.graph.node if node.op_type in ENSEMBLES]
     grown = [estimator.tree_ for estimator in _estimators(model)]

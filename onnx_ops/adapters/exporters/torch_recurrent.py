@@ -183,4 +183,4 @@ TRANSLATIONS: Mapping[Any, Callable[..., Any]] = {
     _OPERATORS[torch.rnn_tanh]: _translate(op.RNN, (0,), activation="Tanh"),
     _OPERATORS[torch.rnn_relu]: _translate(op.RNN, (0,), activation="Relu"),
 }
-"""ONNX functions that replace torch's operators, for `torch.onnx.export`."""
+"""Translations of this module's operators to ONNX, for `torch.onnx.export`."""

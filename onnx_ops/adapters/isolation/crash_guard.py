@@ -1,7 +1,7 @@
 """Calls of functions in a forked process that can crash, hang or exhaust memory.
 
 Each of these failures raises an error in this process. In contrast to module `process`, the child
-uses this installation. It is forked from a server process, so it starts in milliseconds.
+uses this installation. It is forked from a server process that has already imported the libraries.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ The version increases when environments of an older release can no longer be use
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonEnvironments:
-    """Python environments; their names are digests of their requirements."""
+    """Python environments; a name is the digest of requirements and Python version."""
 
     folder: Path
     base: Sequence[str] = BASE
@@ -56,7 +56,7 @@ class PythonEnvironments:
         A missing environment is created, which requires network access.
 
         Raises:
-            UserError: a requirement is not valid.
+            UserError: a requirement is empty, or is an option of the installer.
             NotFoundError: the Python version is not installed, and neither is uv.
             StageError: the installer failed.
         """
@@ -257,7 +257,7 @@ def run_installer(
             "the environment cannot be created",
             where="env.requirements",
             why=select_last_lines(done.stdout),
-            remedy="Correct the requirements, or check that the package index is reachable. "
-            "Then run again.",
+            remedy="Correct the requirements or the version of Python, or check that the package "
+            "index is reachable. Then run again.",
         )
     return done.stdout.decode("utf-8", errors="replace")

@@ -1,7 +1,7 @@
 """Exporters and optimizers whose packages are in an isolated environment.
 
-The module contains both sides of the process boundary. It imports only what every environment has:
-the standard library, annotated-types, cattrs, numpy and onnx.
+The module contains both sides of the process boundary. Besides this package, it imports only what
+every environment has: the standard library, annotated-types, cattrs, numpy and onnx.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class IsolatedTool:
 class IsolatedExporter(IsolatedTool, TrainingExporter):
     """Exporter that runs in another process.
 
-    The process of a loaded model is stopped when the model is freed. Training imports the modules
-    of `root`, the project's folder.
+    The process of a loaded model is stopped when the model is freed. The process can import the
+    modules of `root`, the project's folder.
     """
 
     root: Path
@@ -126,6 +126,7 @@ class IsolatedExporter(IsolatedTool, TrainingExporter):
 
         Raises:
             ValueError: the model refuses the inputs.
+            MeasurementError: an answer of the model is not a tensor.
             StageError: the process failed, or did not answer in time.
         """
         process, arguments = _process_of(model), {"inputs": inputs, "precision": precision}
@@ -178,7 +179,7 @@ class IsolatedOptimizer(IsolatedTool, Optimizer):
         return tuple(self._ask("optimize", request))
 
     def read_ranges(self, request: OptimizeRequest, path: Path, shard: tuple[int, int]) -> None:
-        """Read the ranges of a part of the batches in a process of the environment."""
+        """Write the ranges of a part of the batches in a process of the environment."""
         self._ask("read_ranges", request, path=path.resolve(), shard=shard)
 
     def _ask(self, method: str, request: OptimizeRequest, **arguments: object) -> Any:

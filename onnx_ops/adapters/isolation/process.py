@@ -108,7 +108,7 @@ class IsolatedProcess:
         """Folder that both processes can read and write.
 
         Raises:
-            StageError: the process has ended.
+            StageError: the process was stopped.
         """
         if not self._end.alive:
             raise StageError(
@@ -170,8 +170,8 @@ class IsolatedProcess:
     def _fail(self, do: str, late_after: float | None) -> NoReturn:
         """Stop the process, and raise the error for its missing answer.
 
-        If `late_after` is set, the process exceeded this time limit in seconds. Otherwise, it
-        crashed.
+        If `late_after` is set, the process exceeded this time limit in seconds. Otherwise, it ended
+        or closed its answers.
         """
         if late_after is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -202,7 +202,7 @@ class IsolatedProcess:
 def _end(process: subprocess.Popen[bytes], answers: Any, scratch: Scratch) -> None:
     """Request the end of the process; then kill the rest of its process group.
 
-    On request, the process closes what it has opened, such as a browser.
+    After the request, a process can close what it has opened, such as a browser.
     """
     with contextlib.suppress(BrokenPipeError):
         process.stdin.close()  # type: ignore[union-attr]
@@ -237,10 +237,10 @@ Its arguments are a scratch folder, the descriptor for answers, and the memory l
 
 
 def build_interpreter_command(python: Path, entry: str, packages: Collection[str] = ()) -> Command:
-    """Return the command that calls `entry` (`module:function`) in an environment.
+    """Return a builder of the command that calls `entry` in an environment.
 
-    The command can import this package and `packages`, which are top-level packages or modules of
-    this installation.
+    `entry` is `module:function`. The command can import this package and `packages`, which are
+    top-level packages or modules of this installation.
 
     Raises:
         NotFoundError: one of the packages is not installed, or is a namespace package. The returned
@@ -389,5 +389,5 @@ class RetainedProcess:
 
 
 def build_clean_environ() -> dict[str, str]:
-    """Return the variables except those for Python, installers and Keras."""
+    """Return the environment variables without `_NOT_INHERITED`."""
     return {key: value for key, value in os.environ.items() if key not in _NOT_INHERITED}

@@ -68,9 +68,9 @@ def serve(worker: object, where: str, refusing: Collection[str] = ()) -> None:
 
 
 def _listen(requests: queue.SimpleQueue[str]) -> None:
-    """Read requests into a queue, and end the process group when the client ends.
+    """Read requests into a queue; end the process group when standard input closes.
 
-    The client has the other end of the pipe of standard input, which closes when the client ends.
+    The client has the other end of the pipe, so it also closes when the client ends.
     """
     for line in sys.stdin:
         requests.put(line)

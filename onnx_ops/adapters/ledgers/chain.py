@@ -1,8 +1,8 @@
 """Stored entries of a ledger, which are chained by digests and signed.
 
-An entry is one line of JSON that contains the digest of the previous entry's line. A second line
-has the signatures of the entry. A DSSE signature (https://github.com/secure-systems-lab/dsse, v1.0)
-covers the exact bytes of the first line.
+An entry is one line of JSON that contains the digest of the previous entry's line. If the entry is
+signed, a second line has its signatures. A DSSE signature
+(https://github.com/secure-systems-lab/dsse, v1.0) covers the exact bytes of the first line.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PAYLOAD_TYPE = "application/vnd.onnx-ops.ledger-entry+json"
 _NEWER = "A newer onnx-ops wrote the entry: upgrade onnx-ops on this machine."
 _REMEDY = (
     "Restore the file from a backup (entries never change), or accept a state with `onnx-ops "
-    "ledger adopt`; see `onnx-ops docs runbooks/ledger-damaged`."
+    "ledger adopt ENDPOINT`; see `onnx-ops docs runbooks/ledger-damaged`."
 )
 _UNKNOWN_KEY = (
     "If you trust the owner of the key, copy its public key to the trusted release keys; "
@@ -55,7 +55,7 @@ class ChainedEntry:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A verified state, and the digest of its last entry; None before the first entry."""
+    """A state, and the digest of its last entry; None before the first entry."""
 
     state: ReleaseState
     digest: Digest | None
@@ -122,7 +122,8 @@ class LedgerKeys:
                 trusts.
 
         Raises:
-            MissingKeyError: the entry grants something, and this process has no valid key.
+            MissingKeyError: the entry grants something, and this process has no valid key, or the
+                key's service fails.
         """
         try:
             signer = self.signer()
@@ -137,7 +138,7 @@ class LedgerKeys:
             why = str(error)
         if grant:
             raise MissingKeyError(
-                f"this entry {grant}, and this process has no trusted key to sign it",
+                f"this entry {grant}, and this process could not sign it with a trusted key",
                 where=where,
                 why=why,
                 remedy="Run the command on a machine with a trusted release key, or admit the key "
@@ -186,7 +187,8 @@ def _parse(encoded: str) -> TrustedKeys:
 def encode(chained: ChainedEntry, signatures: tuple[EnvelopeSignature, ...] | None = None) -> bytes:
     """Return the bytes of an entry.
 
-    Without signatures these are the bytes to sign, otherwise the bytes to store.
+    Without signatures, these are the bytes to sign. An entry without signatures is stored in the
+    same form.
     """
     lines = [codec.dumps(chained)]
     if signatures:
@@ -198,7 +200,8 @@ def decode(endpoint: str, sequence: int, data: bytes) -> StoredEntry:
     """Return the parsed entry of an object.
 
     Raises:
-        CorruptStateError: the object does not contain this entry. The error has a remedy.
+        CorruptStateError: the object does not contain this entry in the present schema. The error
+            has a remedy.
     """
     where = f"ledger {format_name(endpoint, sequence)}"
     signed, _, rest = data.partition(b"\n")
@@ -207,7 +210,9 @@ def decode(endpoint: str, sequence: int, data: bytes) -> StoredEntry:
         signatures = codec.loads(rest, tuple[EnvelopeSignature, ...], where=where) if rest else ()
         if (chained.entry.endpoint, chained.entry.sequence) != (endpoint, sequence):
             raise CorruptStateError(
-                "the object contains an entry of another endpoint or number", where=where
+                f"the object contains entry {chained.entry.sequence} of endpoint "
+                f"{chained.entry.endpoint}",
+                where=where,
             )
         if chained.entry.schema != LEDGER_SCHEMA:
             raise CorruptStateError(
@@ -226,7 +231,7 @@ def follow(head: Head, stored: StoredEntry, keys: LedgerKeys | None) -> Head:
 
     Raises:
         CorruptStateError: the entry does not follow the head, or grants something without the
-            signature of a trusted key.
+            signature of a valid key.
     """
     entry = stored.entry
     if stored.chained.previous != head.digest:

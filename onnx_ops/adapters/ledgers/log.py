@@ -1,4 +1,7 @@
-"""The ledger as one object per entry, created only if its name is free."""
+"""Ledgers in an object store or in memory.
+
+In an object store, each entry is one object, which is created only if its name is free.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,10 @@ followed by at most this number of entries, reading a state takes at most this n
 five.
 """
 _SWEEP_EVERY = 64
-"""Number of entries from one deletion of unfinished files to the next."""
+"""Number of entries from one deletion of unfinished files to the next.
+
+A deletion is left out if the entry at this place is not signed.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,9 +81,9 @@ class LedgerSnapshot:
 class ObjectLedger(Ledger):
     """Ledger in an object store.
 
-    The objects are `<endpoint>/<sequence>.jsonl`, `snapshot.json` and `adopted.json`. Entries never
-    change, so an instance reads each of them only once to compute states. Later entries must follow
-    the entries that it has read.
+    The objects of `<endpoint>/` are `<sequence>.jsonl`, `snapshot.json` and `adopted.json`. Entries
+    never change, so an instance reads each of them only once to compute states. Later entries must
+    follow the entries that it has read.
 
     Args:
         keys: the keys that sign appended entries and verify entries that grant something.
@@ -197,7 +203,7 @@ class ObjectLedger(Ledger):
 
         Raises:
             LedgerConflictError: another writer appended the entry first.
-            MissingKeyError: the entry grants something, and this process has no valid key.
+            MissingKeyError: the entry grants something, and this process cannot sign it.
             StorageError: the entry cannot be written.
         """
         entry, signed = chained.entry, encode(chained)
@@ -221,8 +227,8 @@ class ObjectLedger(Ledger):
     def _keep_snapshot(self, entry: LedgerEntry, snapshot: bytes) -> None:
         """Write the snapshot that an entry names.
 
-        If the write fails, readers read more entries. In a local folder, unfinished files are
-        deleted every 64 entries.
+        If the write fails, readers read more entries. In a local folder, unfinished files are also
+        deleted, after some of the snapshots.
         """
         try:
             self._objects.write(f"{entry.endpoint}/{_SNAPSHOT}", snapshot)
@@ -315,8 +321,8 @@ class ObjectLedger(Ledger):
         """Return whether an entry exists with a number above `last` + 1.
 
         If so, entry `last` + 1 is missing. For a remote store, an instance lists the names of an
-        endpoint only once, since listing many names takes as long as many reads. Later calls only
-        read entry `last` + 2.
+        endpoint only once, since the list grows with the ledger. Later calls only read entry
+        `last` + 2.
         """
         if endpoint in self._listed and not isinstance(self._objects, LocalObjects):
             return self._objects.read(format_name(endpoint, last + 2)) is not None

@@ -55,8 +55,8 @@ def require_fixed(
         why=f"this machine has read entry {sequence} before; the storage was restored from a "
         "backup, or changed",
         remedy="If the storage was restored on purpose, accept its state with "
-        f"`onnx-ops ledger adopt`. Without a signing key, remove {expected.path}. "
-        "Otherwise see `onnx-ops docs runbooks/ledger-damaged`.",
+        f"`onnx-ops ledger adopt {endpoint}`, or without a release key remove {expected.path}. "
+        "If it was not, see `onnx-ops docs runbooks/ledger-damaged`.",
     )
 
 
@@ -103,12 +103,13 @@ class SeenHeads:
                 temporary.replace(path)
 
     def _load(self, folder: Path, endpoint: str) -> SeenHead | None:
+        path = _format_path(folder, endpoint)
         try:
-            return codec.loads(_format_path(folder, endpoint).read_bytes(), SeenHead)
+            return codec.loads(path.read_bytes(), SeenHead)
         except FileNotFoundError:
             return None
         except (OSError, CorruptStateError) as error:
-            _log.warning("the recorded head of ledger %s cannot be read: %s", endpoint, error)
+            _log.warning("%s is ignored: the last verified entry cannot be read: %s", path, error)
             return None
 
 

@@ -45,7 +45,7 @@ def read_options(section: Quantize, kind: type) -> Mapping[str, Any]:
 
 _DEFAULT_SEVERITY, _ERRORS_ONLY = 2, 3
 _WEIGHTED = frozenset({"Conv", "ConvTranspose", "Gather", "Gemm", "MatMul"})
-"""Operators whose weights quantizers can make smaller or faster."""
+"""Operators with weights that quantizers can store in fewer bits."""
 
 _QUANTIZED = frozenset(
     {

@@ -47,8 +47,9 @@ TOOLS = ("onnxruntime", "onnx", "numpy")
 DYNAMIC_OPERATORS = ("Gather", "Gemm", "MatMul")
 """Operators that dynamic quantization changes by default.
 
-Gemm and MatMul become faster, and tables of Gather become smaller. Conv is missing, since a
-dynamically quantized convolution is many times slower than in float.
+Gemm and MatMul can become faster, and tables of Gather become smaller. Conv is missing, since ONNX
+Runtime recommends static quantization for convolutional networks
+(https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html).
 """
 
 FLOAT_OPERATORS = frozenset({"Softmax", "ArgMax"})

@@ -1,7 +1,7 @@
 """Registry of versions, aliases and ledger entries in MLflow.
 
 The tags of a version contain its release and variant, and the name of an alias contains the target.
-Each ledger entry is also shown as a run.
+Ledger entries are also shown as runs.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class MlflowRegistry:
                 "this version was not registered by onnx-ops",
                 where=f"{model} version {version}",
                 why=f"its tags {RELEASE}, {VARIANT} and {DIGEST} are missing or not valid",
-                remedy="Register the model with `onnx-ops run`",
+                remedy="Register the model with `onnx-ops run FILE`.",
             )
         return record
 
@@ -325,7 +325,7 @@ class MlflowRegistry:
             raise NotFoundError(
                 "the files of this version were not registered by onnx-ops",
                 where=where,
-                remedy="Register the release again with `onnx-ops run`.",
+                remedy="Register the release again with `onnx-ops run FILE`.",
             )
         with self._mlflow.session(where) as client, Scratch() as aside:
             logged = client.get_logged_model(source[1])
@@ -363,7 +363,9 @@ class MlflowRegistry:
                 if download.has(name):
                     return download.file(name, aside).read_bytes()
         raise NotFoundError(
-            f"there is no document {name!r}", where=where, remedy="Register the release again"
+            f"there is no document {name!r}",
+            where=where,
+            remedy="Register the release again with `onnx-ops run FILE`.",
         )
 
     def mirror(self, entry: LedgerEntry, model: str) -> None:

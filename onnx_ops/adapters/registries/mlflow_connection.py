@@ -40,7 +40,10 @@ _PROBE_S = 5
 """Time limit in seconds of a request that checks whether the server answers."""
 
 _MODEL_URI = re.compile(r"models:/(?P<name>[^/@]+)(?:/(?P<version>\d+)|@(?P<alias>[^/@]+))")
-_ARTIFACT_REMEDY = "Check who can change artifacts in MLflow, and register the release again"
+_ARTIFACT_REMEDY = (
+    "Check who can change artifacts in MLflow, and register the release again with "
+    "`onnx-ops run FILE`."
+)
 
 _ARTIFACT_SCHEMES = frozenset(
     (
@@ -327,7 +330,7 @@ class ArtifactDownload:
                 "onnx-ops does not fetch files from the artifact location of this version",
                 where=where,
                 why=f"the location is {quoted(location)}",
-                remedy="Register the release again with `onnx-ops run`, "
+                remedy="Register the release again with `onnx-ops run FILE`, "
                 "or move the alias to another version.",
             )
         from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository

@@ -38,7 +38,7 @@ _OWN = frozenset(
 
 
 def is_safe_name(name: str) -> bool:
-    """Return whether a file name stays within its folder on every operating system."""
+    """Return whether a name is valid and in its folder on every operating system."""
     parts = name.split("/")
     return bool(name) and not any(
         part in ("", ".", "..")
@@ -87,8 +87,8 @@ def validate_record(record: VariantRecord) -> None:
             raise DigestMismatchError(
                 f"{name} does not match the manifest",
                 where=where,
-                remedy="Run the pipeline again with `onnx-ops run`: it repeats the stage that made "
-                "this file.",
+                remedy="Run the pipeline again with `onnx-ops run FILE`: it repeats the stage that "
+                "made this file.",
             )
 
 

@@ -31,7 +31,7 @@ _LOCATIONS = (
 
 
 def relocate_artifacts(database: Path, root: Path) -> tuple[str, ...]:
-    """Change all locations in a database to the current root; return the former roots.
+    """Change locations below former roots to the current root; return these roots.
 
     A location of an experiment ends with the experiment's name. Its parent folder is a former root
     if the current root has a folder with this name. A file that is not a database of MLflow is not

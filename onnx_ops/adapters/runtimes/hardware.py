@@ -35,7 +35,7 @@ def read_hardware(runtime: str, runtime_version: str) -> HardwareFingerprint:
 def read_conditions() -> Mapping[str, str]:
     """Return conditions that can disturb measurements.
 
-    The conditions are load, steal time, governor and cgroups.
+    The conditions are load, steal time, governor and the limits of the cgroup.
     """
     files = {
         "governor": "/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor",

@@ -44,7 +44,7 @@ _REMEDIES = {
     "NOT_IMPLEMENTED": "This build has no kernel for that operator and these types: "
     "export with other operators or types.",
 }
-"""Remedy of each error of ONNX Runtime, by a part of the error's text."""
+"""Remedies of known errors of ONNX Runtime, by a part of the error's text."""
 
 _ANY_REMEDY = (
     "The cause is quoted from ONNX Runtime. Inspect the model file with `onnx-ops inspect {model}`."
@@ -166,7 +166,8 @@ def build_session(
 def convert_runtime_errors(model: Path) -> Iterator[None]:
     """Convert exceptions of the runtime to MeasurementError.
 
-    The runtime's exceptions have no common base class.
+    The runtime's exceptions have no common base class, and some are plain ValueError or
+    RuntimeError. So these two types are always converted.
     """
     try:
         yield

@@ -62,7 +62,10 @@ def prepare_model_file(model: Path, target: Target) -> Path:
         return folder / MODEL
     where = f"target {target.name}: ort_format"
     if len(target.custom_ops) > 1:
-        what = "the converter supports only one library of custom operators"
+        what = (
+            "the converter supports only one library of custom operators, "
+            f"not {len(target.custom_ops)}"
+        )
         raise MeasurementError(what, where=where)
     check_libraries(target.custom_ops, f"target {target.name}")
     library = Path(target.custom_ops[0].path) if target.custom_ops else None

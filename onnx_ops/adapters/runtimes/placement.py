@@ -139,8 +139,8 @@ def _is_isolated(target: Target) -> bool:
 class GuardedRuntime(OnnxRuntime):
     """Runtime in forked processes, each with at most `timeout` seconds.
 
-    Timed calls run in this process without this limit, after a forked process has run the model
-    once.
+    `sample`, `benchmark` and `under_load` run in this process without this limit, after a forked
+    process has run the model once.
     """
 
     def __init__(self, timeout: float = DEFAULT_TIMEOUT_S) -> None:

@@ -29,7 +29,7 @@ _LOOPBACK_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 
 class AnalysisServer(BackgroundServer):
-    """HTTP server that listens while this context manager is open.
+    """HTTP server that answers requests while this context manager is open.
 
     Port 0 selects a free port. `handle` is called on other threads. With a token, all requests
     except `/healthz` need it. Without a token, the server listens on loopback only, and refuses
@@ -147,7 +147,9 @@ def read_analysis_token(file: Path | None, environ: Mapping[str, str]) -> str:
     if len(token) < _SHORTEST_TOKEN or not token.isascii():
         remedy = "Generate a token: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
         raise UserError(
-            f"the token has fewer than {_SHORTEST_TOKEN} characters, or is not ASCII",
+            f"the token has fewer than {_SHORTEST_TOKEN} characters"
+            if token.isascii()
+            else "the token has a character that is not ASCII",
             where=where,
             remedy=remedy,
         )

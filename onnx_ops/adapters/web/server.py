@@ -24,7 +24,7 @@ _TIMEOUT_S = 10.0
 
 
 class BackgroundServer:
-    """HTTP server that listens while this context manager is open.
+    """HTTP server that answers requests while this context manager is open.
 
     Port 0 selects a free port.
 
@@ -126,5 +126,5 @@ async def read_body(request: Request, max_bytes: int, what: str) -> bytes:
                 if len(body) > max_bytes:
                     raise TooLargeError(f"{what} is larger than {max_bytes} bytes")
     except TimeoutError as error:
-        raise UserError(f"{what} was not received in time") from error
+        raise UserError(f"{what} was not received within {_TIMEOUT_S:g} s") from error
     return bytes(body)

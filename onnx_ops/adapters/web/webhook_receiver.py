@@ -32,7 +32,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class WebhookReceiver(BackgroundServer):
-    """HTTP server that listens while this context manager is open.
+    """HTTP server that answers requests while this context manager is open.
 
     Port 0 selects a free port. For each valid delivery that is not a repetition, the receiver calls
     `wake` with the model's name; for each rejected delivery, it calls `refused` with the reason.

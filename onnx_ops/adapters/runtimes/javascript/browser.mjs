@@ -1,4 +1,4 @@
-// The host of a page: serves it on loopback, runs it in a headless Chromium, and passes requests on.
+// Host of a page: serves the page on loopback, opens it in a headless Chromium, and forwards requests to it.
 
 import { randomBytes } from "node:crypto";
 import fs from "node:fs";
@@ -17,7 +17,7 @@ const TYPES = { ".html": "text/html", ".mjs": "text/javascript", ".wasm": "appli
 const START_MS = 120_000;
 const WATCH_MS = 500;
 
-// Without these a page has neither threads nor its finest clock.
+// Without these headers, a page has neither threads nor the finest resolution of its clock.
 const ISOLATED = {
   "Cross-Origin-Embedder-Policy": "require-corp",
   "Cross-Origin-Opener-Policy": "same-origin",
@@ -34,14 +34,14 @@ export function browserHost(packages, program) {
     try {
       return await page.ask(does, request);
     } catch (error) {
-      if (page.ended()) page = null; // the next request gets a new one
+      if (page.ended()) page = null; // the next request opens a new page
       throw error;
     }
   };
   return { work, close: async () => page?.close() };
 }
 
-// What comes of a promise, unless it is late.
+// Return the value of a promise; throw the error of `late` if the promise takes longer than START_MS.
 async function inTime(promise, late) {
   let timer;
   const over = new Promise((_, reject) => {
@@ -88,7 +88,8 @@ async function launched(packages, program, server, flags) {
       resolve();
     };
   });
-  // A browser that is killed while it opens a page leaves that promise open, and its event may have come before.
+  // If the browser is killed while it opens a page, that promise never settles. The event `disconnected` can also be
+  // sent before its listener is added. So the connection is also polled.
   const watch = setInterval(() => browser.isConnected() || end("the browser ended"), WATCH_MS);
   watch.unref();
   browser.on("disconnected", () => end("the browser ended"));
@@ -99,9 +100,9 @@ async function launched(packages, program, server, flags) {
     await made.goto(server.address);
     return made;
   };
-  const ended = () => new Failure("StageError", "the browser ended before it could start", { where: program });
+  const ended = () => new Failure("StageError", "the browser ended before it opened a page", { where: program });
   const opening = open();
-  opening.catch(() => {}); // reported through `ending` where the browser ends
+  opening.catch(() => {}); // if the browser ends, `ending` reports it
   let page;
   try {
     const first = Promise.race([opening, ending.then(() => Promise.reject(ended()))]);
@@ -118,13 +119,13 @@ async function launched(packages, program, server, flags) {
       ([module, ...asked]) => import(module).then((found) => found.answer(...asked)),
       ["./page.mjs", does, request, browser.version()],
     );
-    answer.catch(() => {}); // reported through `ending` where the browser ends
+    answer.catch(() => {}); // if the browser ends, `ending` reports it
     const reply = await Promise.race([answer.catch((error) => ({ thrown: error })), ending.then(() => null)]);
     if (reply === null || reply.thrown) {
       await Promise.race([ending, new Promise((resolve) => setTimeout(resolve, reply === null ? 0 : 1000))]);
       if (!how) throw reply.thrown;
       browser.close().catch(() => {});
-      const remedy = "Run it again; if it ends again, look at its memory: each page has a few GB at most.";
+      const remedy = "Run the command again. If this happens again, use a smaller model: a page has only a few GB.";
       throw new Failure("StageError", `${how} before it could ${does}`, { where: `target ${request.target.name}`, remedy });
     }
     if (reply.error) throw Object.assign(new Failure(), { document: reply.error });
@@ -133,7 +134,7 @@ async function launched(packages, program, server, flags) {
   return { ask, ended: () => how !== "", evaluate: (text) => page.evaluate(text), close: () => browser.close() };
 }
 
-// The page, the library, and those files of the request at hand, below an address that cannot be guessed.
+// Serve the page, the library and the files of the current request, below an address with a secret.
 async function serving(packages) {
   const secret = randomBytes(16).toString("hex");
   const library = path.join(packages, "node_modules", "onnxruntime-web", "dist");

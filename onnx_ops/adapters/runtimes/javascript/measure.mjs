@@ -1,8 +1,10 @@
-// What Node and a page have in common: each function answers one request on a host.
+// Measurements that Node and a page share. `run`, `sample`, `benchmark`, `under_load` and `start` answer one request on
+// a host.
 //
-// A host has: `library` (its name), `open(model, target, write?)` -> session, `tensor(entry)` and `keep(tensor, file)`
-// (arrays in files), `now()` (nanoseconds), `tick` (the clock's step in nanoseconds), `preemptions()` (a count that
-// rises) and `collect()` (the garbage, where that can be asked for).
+// A host has: `library` (its name), `open(model, target, extra?)` -> session, `tensor(entry)` and `keep(tensor, file)`
+// (arrays in files), `now()` (nanoseconds), `tick` (the clock's step in nanoseconds), `preemptions()` (their number so
+// far; 0 if unknown), `collect()` (collects garbage if the engine permits it) and `memory()` (starts to measure the
+// peak memory; returns a function that ends the measurement).
 
 const TICKS_OF_A_SAMPLE = 20;
 const COARSE_NS = 500;
@@ -34,7 +36,7 @@ async function failures(host, model, work) {
 
 const basename = (path) => path.slice(path.lastIndexOf("/") + 1);
 
-// A session, and its one request as the library takes it.
+// Build a session; an error names the model.
 async function opened(host, model, target) {
   return failures(host, model, () => host.open(model, target));
 }
@@ -96,8 +98,8 @@ export async function sample(host, { model, target, feed: stored, runs, warmup }
   return { nanoseconds, preempted };
 }
 
-// Nanoseconds of one run, the mean of `calls`, and whether the process lost a core meanwhile. A run shorter than the
-// clock's step took at most that step.
+// Return the nanoseconds of one run, as the mean of `calls` runs, and whether the process was preempted. If the runs
+// together are shorter than the clock's step, they count as one step.
 async function timed(host, session, feed, calls) {
   const before = host.preemptions();
   const begun = host.now();
@@ -116,15 +118,16 @@ function probe(host) {
   return host.now() - begun;
 }
 
-// How many calls a sample needs so that the clock's step is a twentieth of it; `spent` are warm-up runs.
+// Return the number of calls in a sample, so that the clock's step is at most a twentieth of the sample. The number is
+// at most MOST_CALLS. `spent` are the durations of warm-up runs.
 function callsNeeded(host, spent) {
   const half = spent.slice(spent.length >> 1).sort((a, b) => a - b);
   const mean = half.reduce((sum, ns) => sum + ns, 0) / Math.max(1, half.length);
-  const typical = half[half.length >> 1] || mean; // the median, unless most runs are shorter than a step
+  const typical = half[half.length >> 1] || mean; // the mean if the median is 0
   return Math.min(MOST_CALLS, Math.max(1, Math.ceil((TICKS_OF_A_SAMPLE * host.tick) / Math.max(typical, host.tick / 20))));
 }
 
-// `rounds` say, for each round, in which order sessions are built and, for each block, in which order models run.
+// `rounds` contains, for each round, the order in which sessions are built, and for each block the order of the models.
 export async function benchmark(host, { models, target, feed: stored, rounds, runs, warmup }) {
   const feed = await fed(host, stored);
   const probing = host.tick <= COARSE_NS;
@@ -138,7 +141,7 @@ export async function benchmark(host, { models, target, feed: stored, rounds, ru
       sessions[turn] = session;
       most = Math.max(most, callsNeeded(host, spent));
     }
-    calls ||= most; // the same for all models and rounds: each sample is then the mean of as many
+    calls ||= most; // the same number for all models and rounds, since samples are compared
     host.collect();
     for (const order of round_number.blocks) {
       const rows = models.map(() => null);
@@ -185,7 +188,7 @@ export async function under_load(host, { models, target, feed: stored, rounds, c
         const call = () => sessions[turn].run(feed);
         row[turn] = await failures(host, models[turn], () => window(host, call, concurrency, requests));
       }
-      if (number > 0) nanoseconds.push(...row); // the first window of each session is not timed
+      if (number > 0) nanoseconds.push(...row); // the first window of each session is a warm-up
     }
     await released(sessions);
   }
@@ -205,7 +208,7 @@ async function window(host, call, concurrency, requests) {
   return Math.max(1, Math.round(Math.max(host.now() - begun, host.tick)));
 }
 
-// A cold start, asked of a fresh process: the library is loaded, the model is not.
+// Measure a cold start in a fresh process, which has loaded the library and no model.
 export async function start(host, { model, target, feed: stored, requests }) {
   const feed = await fed(host, stored);
   const memory = host.memory();
@@ -225,7 +228,7 @@ export async function start(host, { model, target, feed: stored, requests }) {
   });
 }
 
-// The shortest step that a clock makes, in its own unit.
+// Return the smallest step of a clock, in the clock's unit.
 export function clockStep(now, tries = 200) {
   let step = Infinity;
   for (let i = 0; i < tries; i++) {
@@ -237,7 +240,7 @@ export function clockStep(now, tries = 200) {
   return step;
 }
 
-// What a session is made with. Spinning is a setting of a session's own threads, which WebAssembly has none of.
+// Return the options of a session. Spinning concerns threads of one session, which do not exist in WebAssembly.
 export function sessionOptions(target) {
   const { session, providers } = target;
   const spinning = session.spinning ? "1" : "0";
@@ -261,14 +264,14 @@ export function checkProviders(target, known, library) {
     throw new Failure("MeasurementError", `execution provider ${name} is not in ${library}`, {
       where: `target ${target.name}`,
       why: `it has ${known.join(", ")}`,
-      remedy: "Measure this target where its provider is installed; it is not measured here.",
+      remedy: "Measure this target on a machine where its provider is installed.",
     });
   }
 }
 
 const NAMES = { CPU: "cpu", CUDA: "cuda", CoreML: "coreml", Dml: "dml", JS: "webgpu", Js: "webgpu", Tensorrt: "tensorrt", WebGpu: "webgpu", WebNN: "webnn" };
 
-// How many nodes each provider took, from what a session says of itself at the most talkative level.
+// Return the number of nodes of each provider, from the log of a session at level 0 (verbose).
 export function placements(lines, cpu) {
   const nodes = {};
   for (const line of lines) {

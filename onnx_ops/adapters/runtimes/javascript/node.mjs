@@ -20,7 +20,7 @@ export function nodeHost(packages) {
   const library = (target) => {
     const name = wanted(target);
     if (loaded === null) {
-      // Resolved below `packages`: that folder holds exactly what the target asks for.
+      // The module is resolved below `packages`, which contains exactly the packages of the target.
       const ort = require(name === "onnxruntime-web" ? "onnxruntime-web/wasm" : name);
       if (name === "onnxruntime-web") {
         ort.env.wasm.numThreads = target.session.intra_op_threads || os.availableParallelism();
@@ -66,7 +66,7 @@ export function nodeHost(packages) {
   return host;
 }
 
-// Facts and rewritten graphs are asked of a process of their own, whose log is read.
+// Facts and rewritten graphs come from a separate process. The facts are read from its log.
 export async function facts(host, { model, target }, packages) {
   const ort = host.prepare(target);
   const asked = target.providers.map((one) => one.name);
@@ -101,7 +101,7 @@ function inAnother(packages, model, target, extra) {
   throw new Failure("MeasurementError", "ONNX Runtime cannot run the model", { where, why: how.slice(0, 400) });
 }
 
-// The other side of `inAnother`.
+// Build one session, in the process that `inAnother` starts.
 export async function openOnce({ packages, model, target, extra }) {
   try {
     await nodeHost(packages).open(model, target, extra);
@@ -112,12 +112,12 @@ export async function openOnce({ packages, model, target, extra }) {
   process.exit(0);
 }
 
-// Bytes that the peak of resident memory rises above what is resident now; -1 where the system does not tell.
+// Return a function that returns by how many bytes the peak exceeds the memory that is resident now; -1 if unknown.
 function memoryMark() {
   try {
-    fs.writeFileSync("/proc/self/clear_refs", "5"); // the kernel forgets the peak so far
+    fs.writeFileSync("/proc/self/clear_refs", "5"); // resets the peak
   } catch {
-    // not allowed: the peak so far stands, and is not taken for the model's
+    // If the reset is not permitted, `mark` is the earlier peak, and only a higher peak is that of the model.
   }
   const { VmRSS: resident = 0, VmHWM: mark = Infinity } = status();
   return () => {

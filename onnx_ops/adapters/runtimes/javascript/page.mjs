@@ -5,7 +5,8 @@ import { decoded, encoded } from "./tensors.mjs";
 
 const MEASURED = { sample, benchmark, under_load, start };
 
-// The library keeps the console that it finds; this one remembers what is said while `heard` is a list.
+// The library keeps the functions of the console that exist when it is loaded. These functions record messages while
+// `heard` is a list.
 let heard = null;
 for (const level of ["debug", "error", "info", "log", "warn"]) {
   const original = console[level].bind(console);
@@ -41,7 +42,7 @@ async function lookAtAdapter(target) {
   software = found.info.isFallbackAdapter === true || /swiftshader|llvmpipe|lavapipe/i.test(adapter);
 }
 
-// Figures of a GPU that is imitated by the CPU mean nothing; answers do.
+// On a software adapter, the CPU runs the model, so durations would not be those of a GPU.
 function checkTiming(target) {
   if (!software) return;
   throw new Failure("MeasurementError", `WebGPU runs on a software adapter here (${adapter}), which is not timed`, {

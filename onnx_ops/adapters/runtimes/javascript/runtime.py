@@ -91,7 +91,7 @@ class NodeRuntime(Runtime):
         )
 
     def rewritten(self, model: Path, target: Target, copy: Path) -> None:
-        """Write the graph as the runtime has optimized it."""
+        """Write the optimized graph; onnxruntime-web raises MeasurementError instead."""
         self._ask("rewritten", target, model=_model(model), copy=str(copy.resolve()))
 
     def package(self, model: Path, target: Target, folder: Path) -> None:

@@ -18,7 +18,7 @@ const ARRAYS = {
 export function decoded(type, bytes) {
   if (type === "string") return JSON.parse(new TextDecoder().decode(bytes));
   const kind = ARRAYS[type];
-  const own = new Uint8Array(bytes).slice(); // a view of its own, which starts where its type may start
+  const own = new Uint8Array(bytes).slice(); // a copy, whose start is aligned for the type
   return new kind(own.buffer, 0, own.byteLength / kind.BYTES_PER_ELEMENT);
 }
 
