@@ -233,7 +233,11 @@ class AnalysisService:
         return True
 
     def forget(self, key: RolloutKey) -> bool:
-        """End the attempt of a rollout; return whether there was one."""
+        """End the attempt of a rollout; return whether there was one.
+
+        Raises:
+            NotFoundError: there is no such analysis.
+        """
         self.get_settings(key.analysis)
 
         def forget() -> bool:
@@ -252,7 +256,7 @@ class AnalysisService:
         are logged; the next call continues.
         """
         keep_s = self._config.keep
-        why = f"the rollout was deleted, {keep_s / DAY:g} days after its last counts"
+        why = f"the rollout was deleted: nothing was recorded for more than {keep_s / DAY:g} days"
         ended = 0
         try:
             for key in self._log.list_keys(skip_corrupt=True):

@@ -1,7 +1,7 @@
 """A project: its settings, and the adapters that settings and pipelines select.
 
-An adapter is imported and created only when a command uses it. A rollback, for example, takes less
-time than the import of the modules that read and run pipelines.
+Adapters whose import takes long are imported and created at their first use. A rollback, for
+example, does not import the modules that read and run pipelines.
 """
 
 from __future__ import annotations
@@ -227,7 +227,9 @@ def ask_git(root: Path, *arguments: str, may_fail: bool = False) -> str:
     if process.returncode and not may_fail:
         lines = process.stderr.strip().splitlines()
         raise UserError(
-            "git failed", where=str(root), why=lines[-1] if lines else "git printed nothing"
+            f"git {arguments[0]} failed",
+            where=str(root),
+            why=lines[-1] if lines else "git printed nothing",
         )
     return process.stdout if process.returncode == 0 else ""
 

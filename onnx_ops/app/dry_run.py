@@ -1,4 +1,4 @@
-"""Open a project for a dry run, in which nothing is written."""
+"""Open a project for a dry run, which does not change the project."""
 
 from __future__ import annotations
 

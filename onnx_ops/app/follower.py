@@ -447,7 +447,8 @@ class Follower:
         try:
             work()
         except Exception as error:
-            # If this error ended the thread, the replica would never follow the table again.
+            # If this error ended the thread, the replica would no longer do this work, such as
+            # following new tables or reporting.
             reason = (
                 str(error)
                 if isinstance(error, OnnxOpsError)
@@ -692,9 +693,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _place_keys(path: str, folder: Path) -> str:
-    """Return the path of the keys as the server reads it: relative to the server's folder.
+    """Return the path of the keys, relative to the server's folder.
 
-    A relative path without a file or folder in the working folder is returned unchanged.
+    An absolute path, and a relative path that does not exist in the working folder, are returned
+    unchanged.
     """
     is_here = not Path(path).is_absolute() and Path(path).exists()
     return os.path.relpath(path, folder) if is_here else path

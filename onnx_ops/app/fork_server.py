@@ -1,9 +1,9 @@
 """A process that has imported the modules of stages, and forks for each stage.
 
-A stage therefore starts in milliseconds. Python's own fork server is not used: it imports the main
-module in every child, and every forked process starts another fork server. This fork server forks a
-monitor for each request. The monitor forks the stage's process, and reports its process id and exit
-code.
+This saves half a second of CPU time for each further stage (docs/adr/0028-scale.md). Python's own
+fork server is not used: it imports the main module in every child, and every forked process starts
+another fork server. This fork server forks a monitor for each request. The monitor forks the
+stage's process, and reports its process id and exit code.
 """
 
 from __future__ import annotations
@@ -260,8 +260,9 @@ def _adopt(path: list[str]) -> None:
     """Apply the environment, folder and import path of the requesting process.
 
     Values that are random in a new process are drawn again: the state of NumPy's global generator,
-    and memory addresses. Otherwise, two data sources without a seed would return the same values.
-    Memory addresses change the speed of a model by a few percent.
+    and memory addresses. Otherwise, two data sources without a seed would return the same values,
+    and all measurements of a run would have the same memory addresses, which affect the speed of a
+    model (docs/adr/0028-scale.md).
     """
     if not (line := sys.stdin.readline()):
         os._exit(1)  # The requesting process has ended.

@@ -67,7 +67,7 @@ def require_new_folder(folder: Path) -> None:
 def digest_file(pipeline: Pipeline) -> Digest:
     """Return the digest of a pipeline's declarations without its endpoints.
 
-    The declarations include overrides.
+    The declarations include values that were set with `--set`.
     """
     return digest_json(codec.to_json(replace(pipeline, deploy=())))
 

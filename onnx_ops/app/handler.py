@@ -204,7 +204,7 @@ class StageHandler:
         """Return the files and packages of the code of modules.
 
         Raises:
-            NotFoundError: a module no longer exists.
+            NotFoundError: a module, or a file in `depends`, no longer exists.
         """
         settings: Mapping[str, Any] = stage.settings
         code = collect_user_code(modules, self.context.root)

@@ -95,8 +95,8 @@ def _require_same_release(stage: Stage) -> None:
     differs = dict[str, tuple[object, object]]()
     if revision != REVISIONS[stage.kind]:
         differs["revision of the stage"] = (REVISIONS[stage.kind], revision)
-    # Stages that measure permit other versions, since their evidence records the versions of the
-    # worker.
+    # Scores and benchmarks permit other versions, since their results record the runtime and the
+    # machine of the worker.
     if stage.kind not in MEASURED and not is_isolated(stage):
         local = {name: plugins.version(name) for name in stage.tools if name != "python"}
         local |= (

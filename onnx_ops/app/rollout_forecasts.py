@@ -46,10 +46,11 @@ def forecast_named(project: Project, name: str, request: ForecastRequest) -> lis
     """Return the forecasts of an endpoint, or of each endpoint of a pipeline file.
 
     Raises:
-        NotFoundError: no endpoint and no file has this name.
-        UserError: the pipeline file has problems or deploys to no endpoint, or a number of the
-            request is not valid.
-        ServiceUnavailableError: the traffic could not be measured.
+        NotFoundError: no endpoint and no file has this name, or an endpoint whose traffic must be
+            measured does not exist yet.
+        UserError: the pipeline file has problems or deploys to no endpoint, a number of the request
+            is not valid, or the measured endpoint serves no version or got no requests.
+        ServiceUnavailableError: the metrics source does not answer, or its counts restarted.
     """
     file = Path(name)
     if file.suffix in (".yaml", ".yml") or file.is_file():
@@ -78,7 +79,7 @@ def forecast_offline(project: Project, pipeline: Pipeline) -> list[EndpointForec
     for entry in pipeline.deploy:
         if not entry.rollout.is_analyzed or len(entry.rollout.planned()) == 1:
             continue
-        # This import takes longer than most checks, so it runs only for an analyzed rollout.
+        # This import loads NumPy and SciPy, so it runs only for an analyzed rollout.
         from onnx_ops.statistics.rollout.forecast import forecast_rollout
 
         traffic = _read_local(project, entry.endpoint)

@@ -70,7 +70,8 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
         failure = StageError(
             f"the stage needs more memory than its limit of {limit / 1e9:.1f} GB",
             where=stage.id,
-            remedy="Raise `memory` in the pipeline file if the machine has more.",
+            remedy="Raise `memory` in the pipeline file if the machine has more, or run the stage "
+            "on a machine with more memory.",
         )
         return {"error": failure.as_document()}
     return {"files": dict(manifest.files)}

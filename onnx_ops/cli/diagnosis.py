@@ -255,7 +255,7 @@ def _state(project: Project) -> Iterator[Diagnosis]:
     remedy = f"Make {parent} writable, or set ONNX_OPS_STATE to another folder."
     yield _finding("state folder", found, ok=os.access(parent, os.W_OK), remedy=remedy)
     if "://" in project.settings.ledger:
-        # Write permissions of a remote store can only be checked by writing to it.
+        # Write permissions of a remote ledger can only be checked by writing to it.
         return
     ledger = Path(project.settings.ledger)
     for folder in (ledger, *sorted(ledger.glob("*/"))) if ledger.is_dir() else ():
@@ -403,7 +403,8 @@ def _endpoints(project: Project) -> Iterator[Diagnosis]:
             if idle
             else "silent"
         )
-        found = silent if status.actual is None else f"answers at {status.address}"
+        served = f"answers at {status.address}" if status.address else "answers"
+        found = silent if status.actual is None else served
         ok = status.actual is not None or idle
         remedy = f"Start it again: onnx-ops reconcile {name}"
         yield _finding(f"endpoint {name}", found, ok=ok, remedy=remedy)
@@ -413,7 +414,8 @@ def _endpoints(project: Project) -> Iterator[Diagnosis]:
 def _without_file(project: Project) -> Iterator[Diagnosis]:
     """Yield a finding for each endpoint whose pipeline has no file.
 
-    A simultaneous renaming of pipeline and endpoint leaves such an endpoint.
+    Such an endpoint remains after the file was deleted, or after pipeline and endpoint were renamed
+    together.
     """
     states = [
         read_readable_state(project.context, name) for name in list_bound_endpoints(project.context)

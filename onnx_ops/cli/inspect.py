@@ -234,7 +234,8 @@ def _report(
         "metadata": "\n".join(f"{name} = {value}" for name, value in summary.metadata.items())
         or "none",
         "targets": "\n".join(
-            f"{name}: {reason or 'accepts its versions'}" for name, reason in targets.items()
+            f"{name}: {reason or 'accepts its IR version, opset and operators'}"
+            for name, reason in targets.items()
         ),
     }
     print_table(("", ""), [(name, text) for name, text in lines.items() if text])

@@ -34,13 +34,13 @@ def build_heading(
     notes = list(judgement.notes)
     if "generated from" in rows:
         notes.append(
-            "generated rows show whether B computes the same as A; ranges, "
+            "generated rows show whether the candidate computes the same as the baseline; ranges, "
             "accuracy and times that depend on values need real rows"
         )
     if _have_other_answers(judgement):
         notes.append(
-            "B must compute the same as A; if B was trained again, judge its task metric with "
-            "--retrained --data FILE --labels NAME"
+            "the candidate must compute the same as the baseline; if it was trained again, judge "
+            "its task metric with --retrained --data FILE --labels NAME"
         )
     several = len(judgement.targets) > 1
     times = []

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 keys = make_group(
     "keys",
-    "Create, rotate and retire the keys that sign decisions. Private keys are never printed.",
+    "Create, rotate and retire the keys that sign decisions and ledger entries. Private keys are "
+    "never printed.",
     "onnx-ops keys list",
 )
 
@@ -73,9 +74,9 @@ def keys_list(as_json: AsJson = False) -> None:
     if known:
         say(
             "A gate key signs decisions and overrides. A release key signs ledger entries that "
-            "bind, start, advance, withdraw or"
+            "grant something, such as a binding,"
         )
-        say("delete. Entries of a rollback, an abort or a pause need no key.")
+        say("a start or a deletion. Entries of a rollback, an abort or a pause need no key.")
     else:
         say(
             "No keys yet: `onnx-ops keys new` creates one. "

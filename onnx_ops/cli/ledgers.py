@@ -104,6 +104,6 @@ def _describe(adoption: Adoption) -> list[str]:
             f"state of entry {state.head}: {stable} serves{candidate}; "
             f"rejected versions: {len(state.rejected)}{pending}"
         ),
-        f"entries that would be discarded: {lost}"
+        f"entries that would have no effect: {lost}"
         + (f" ({state.head + 1} to {adoption.count})" if lost else ""),
     ]

@@ -36,7 +36,7 @@ def doctor(
     """Check packages, providers, services, keys and pins.
 
     Every problem is shown with a remedy. With --provider, only the requirements of that endpoint
-    provider are checked: package, credentials, region, role, quota. In the container of a replica
+    provider are checked, such as its package, credentials and quota. In the container of a replica
     (ONNX_OPS_FOLLOW is set), the container is checked: folders, keys, store, clock, memory. Exit
     code 4 if something is broken.
 
@@ -92,10 +92,11 @@ def _diagnose_container(quiet: bool) -> list[Diagnosis]:
 def targets(as_json: AsJson = False) -> None:
     """List the project's targets and the shipped profiles.
 
-    The list shows which targets this machine can measure. For each target, a session of a tiny
-    model is built, but nothing is measured. A pipeline uses a profile by its name. A file
-    configs/targets/NAME.yaml overrides the profile of that name. "never measured" marks shipped
-    profiles whose settings follow documentation: no model was timed on their hardware.
+    The list shows which targets this machine can measure. For each target without a pool or an
+    environment, a session of a tiny model is built, but nothing is measured. A pipeline uses a
+    profile by its name. A file configs/targets/NAME.yaml overrides the profile of that name. "never
+    measured" marks shipped profiles whose settings follow documentation: no model was timed on
+    their hardware.
 
     Example: onnx-ops targets --json
     """

@@ -53,11 +53,14 @@ _COMMANDS = {
 }
 """Panel and module of each command, in the order of the help.
 
-The function in the module has the name of the command.
+The function or group in the module has the name of the command, with `_` in place of `-`.
 """
 
 _RUNNING_MODELS = ("judge", "bench", "quantize")
-"""Commands that run models in separate processes."""
+"""Commands for which a child process imports ONNX Runtime early.
+
+They run models unless their input is wrong.
+"""
 
 
 def build_app(command: str = "") -> typer.Typer:

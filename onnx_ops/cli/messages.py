@@ -39,7 +39,7 @@ def notify(
 ) -> None:
     """Send the notifications that are due, as `reconcile --watch` does automatically.
 
-    Exit code 4 if a notifier could not be reached.
+    Exit code 4 if a notification could not be sent.
 
     Example: onnx-ops notify --test
     """
@@ -56,7 +56,7 @@ def notify(
     if test and endpoints:
         raise UserError("--test takes no endpoint", remedy="onnx-ops notify --test")
     for name in endpoints or ():
-        Journal.open(context, name).config  # noqa: B018 (raises NotFound for an unknown name)
+        Journal.open(context, name).config  # noqa: B018 (raises NotFoundError)
     if test:
         deliveries = send_test_message(context)
     else:

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
     from rich.status import Status
 
 _SLOW_AFTER_S = 2.0
-"""Duration in seconds after which steps are shown even without a terminal."""
+"""Duration in seconds after which steps are shown even without a terminal.
+
+It is also the minimum sum of the last durations for which a remaining time is shown.
+"""
 
 
 def read_durations(console: Console) -> Durations:

@@ -49,7 +49,9 @@ def quantize(
     ] = None,
     data: Annotated[
         Path | None,
-        typer.Option(help="Calibration rows: .npz, arrays by input name.", show_default=False),
+        typer.Option(
+            help="Calibration rows, e.g. .npz with arrays by input name.", show_default=False
+        ),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Number of rows to calibrate on.")] = 256,
     calibration_method: Annotated[
@@ -68,7 +70,7 @@ def quantize(
     tuning_data: Annotated[
         Path | None,
         typer.Option(
-            help="auto: tuning rows of the search: .npz, with labels.", show_default=False
+            help="auto: tuning rows of the search, e.g. .npz with labels.", show_default=False
         ),
     ] = None,
     label: Annotated[
@@ -93,14 +95,12 @@ def quantize(
 ) -> None:
     """Quantize an ONNX file by a recipe that fits its targets.
 
-    Shows how each target runs the variant.
-
     `--method auto` searches for the recipe under a budget. A repeated call resumes an interrupted
     search. The search writes all its trials beside OUT, as OUT.search.json.
 
-    Shows how the variant was made and why, its size, what runs in int8 (for a float variant: an
-    estimate of its time), and what slows it down, with the setting that fixes it. `judge` and the
-    gates of a pipeline decide whether it is correct and fast enough.
+    The output shows how the variant was made and why, its size, and for each target what runs in
+    int8 (for a float variant: an estimate of its time), and what slows it down, with the setting
+    that fixes it. `judge` and the gates of a pipeline decide whether it is correct and fast enough.
 
     Exit code: 0 created, 2 wrong input, 4 the library failed.
 
@@ -168,7 +168,7 @@ def _refuse_recipe_options(exclude: list[str] | None, options: list[str] | None)
 
 
 def _refuse_search_options(method: str, tuning_data: Path | None, budget: list[str] | None) -> None:
-    """Raise UserError for options that only a search uses."""
+    """Raise UserError for --tuning-data and --budget, which only a search uses."""
     if tuning_data or budget:
         raise UserError(
             f"method {method} does not search",

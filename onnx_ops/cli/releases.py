@@ -121,7 +121,7 @@ def promote(
 ) -> None:
     """Make a version the challenger of a target, and start its rollout.
 
-    The rollout starts on every endpoint that serves the target.
+    The rollout starts on every endpoint that serves the model on the target.
 
     Example: onnx-ops promote digits-mlp/3 --target cpu-1t --reason "better on zeros"
     """
@@ -186,8 +186,8 @@ def reconcile(
 ) -> None:
     """Move endpoints toward the desired state in the registry.
 
-    The command ends when there is nothing left to do. An endpoint that cannot be moved does not
-    delay the others.
+    The command ends when no endpoint can be moved further now. An endpoint that cannot be moved
+    does not delay the others.
 
     With --watch and --json, every report is one line of JSON.
 
@@ -254,7 +254,7 @@ def reconcile(
 def _require_registry(context: Context, names: Sequence[str]) -> None:
     """Open the registry, unless a rollback of an endpoint is pending.
 
-    A pending rollback needs only the ledger.
+    A pending rollback does not need the registry.
     """
     from onnx_ops.release.journal import read_readable_state
 
@@ -354,7 +354,7 @@ def recheck(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Benchmark the current champions again, and judge them by the gates of their release.
+    """Benchmark the champions again, and judge them by the gates of their release.
 
     Use this command after an upgrade or on a new machine. It repeats the benchmark of each
     champion's release on the current machine. It records and changes nothing.
@@ -399,5 +399,5 @@ def recheck(
             )
         print_table(("model", "version", "target", "variant", "verdict", "why"), rows)
     else:
-        typer.echo("no champions yet: the first release of a pipeline creates one")
+        typer.echo("no champions yet: the first version that is promoted on a target becomes one")
     raise typer.Exit(compute_recheck_exit_code(results))

@@ -26,8 +26,8 @@ _WAIT_S = 1.0
 class RunProgress(Observer):
     """Display of a run: the running stages, the remaining time, and each ended stage.
 
-    For one of several parallel runs, only ended stages that are not cached are shown, with the name
-    of their pipeline.
+    For one of several runs, only the number of stages and the ended stages that are not cached are
+    shown, with the name of the pipeline.
     """
 
     def __init__(self, console: Console, *, jobs: int = 1, is_one_of_several: bool = False) -> None:
@@ -39,7 +39,7 @@ class RunProgress(Observer):
         self._worked: dict[str, float] = {}
 
     def planned(self, plan: Plan) -> None:
-        """Add the stages of a run.
+        """Add the stages of a run, and print their number.
 
         Durations of parallel stages include waiting, so they are recorded separately for each
         number of jobs.
@@ -81,7 +81,7 @@ class RunProgress(Observer):
     def _describe_output(self, stage: Stage) -> str:
         """Return the path of a training stage's output, as a part of the stage's line.
 
-        The path is not shown for other stages: only libraries print there.
+        The path is not shown for other stages: mostly libraries print there.
         """
         file = self._files.get(stage.id)
         if file is None or stage.kind is not StageKind.TRAIN:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from onnx_ops.reporting.comparison import ModelComparison, VariantRow
 
 _REASONS = 2
-"""Maximum number of failed gates per variant that the short report explains."""
+"""Maximum number of gates that did not pass, per variant, in the short report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,8 @@ class PlannedStage:
         pool: Work pool whose workers run the stage; empty for this machine.
         seconds: Duration of the last execution; None if the stage would not run, or has not run
             yet.
-        price: Price of this duration; None without a duration or if the target has no price.
+        price: Price of this duration; None without a duration, if the stage is not a benchmark, or
+            if the target has no price.
     """
 
     stage: str

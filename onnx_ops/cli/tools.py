@@ -49,7 +49,7 @@ Data = Annotated[
     Path | None,
     typer.Option(
         "--data",
-        help="Rows to run on: .npz, arrays by input name. Default: random ones.",
+        help="Rows to run on, e.g. .npz with arrays by input name. Default: random ones.",
         show_default=False,
     ),
 ]
@@ -297,10 +297,12 @@ def _report(result: SingleModelResult, model: Path, target: str) -> None:
             ]
         )
     print_table(("metric", "value", "interval (95 % a side)", "n"), cells)
-    share = result.preempted / result.runs if result.runs else 0.0
-    say(
-        f"{result.preempted} of {result.runs} runs were preempted ({100 * share:.2g}%) and omitted."
-    )
+    if 0 < result.runs == result.preempted:
+        say(f"All {result.runs} runs were preempted, so none was omitted.")
+    else:
+        share = result.preempted / result.runs if result.runs else 0.0
+        preempted = f"{result.preempted} of {result.runs} runs"
+        say(f"{preempted} were preempted ({100 * share:.2g}%) and omitted.")
     hardware, facts = result.hardware, result.facts
     nodes = ", ".join(
         f"{name} {count} node{'' if count == 1 else 's'}" for name, count in facts.nodes.items()

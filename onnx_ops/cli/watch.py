@@ -43,7 +43,7 @@ def keep_watching(
     if listen is not None:
         require("starlette", "uvicorn", where="--listen")
     for name in endpoints:
-        Journal.open(project.context, name).config  # noqa: B018 (raises NotFound for an unknown name)
+        Journal.open(project.context, name).config  # noqa: B018 (raises NotFoundError)
     seconds = parse_duration(interval, "--interval")
     if not 0.1 <= seconds <= 86_400:
         remedy = "Write a duration from 100 ms to 24 h."

@@ -1,4 +1,4 @@
 """Bind files, settings and options to frozen values.
 
-Binding is strict, and reports the position of every problem.
+Binding is strict, and reports all problems with their locations.
 """

@@ -90,8 +90,8 @@ def load_pipeline(
             checked.
         options, metrics: Functions that check the options of installed endpoint plugins and
             metrics sources.
-        capabilities, unservable: Functions that return the capabilities of an endpoint plugin for
-            an entry, and why the plugin cannot run the entry's models.
+        capabilities, unservable: Functions that return the capabilities of an entry's endpoint
+            plugin and metrics source, and why the plugin cannot run the entry's models.
         uncounted: Function that returns why an entry's metrics source counts no requests.
         preflight: Function that returns the problems that a run would have.
         machine: Whether a package of a target that this machine lacks is a problem.

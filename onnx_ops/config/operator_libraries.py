@@ -113,7 +113,7 @@ def _read_file(path: Path) -> tuple[bool, Digest]:
 
 @functools.lru_cache(maxsize=64)
 def _read_version(path: Path, modified: int, size: int) -> tuple[bool, Digest]:
-    """Return the results of `_read_file`; read each version of a file only once.
+    """Return the results of `_read_file`; read a file again only after a change.
 
     A command loads a target several times.
     """

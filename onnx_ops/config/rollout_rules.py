@@ -18,9 +18,10 @@ from onnx_ops.domain.rollout_policy import DAY, DEFAULT_EPOCH_S, DEFAULT_UNITS, 
 from onnx_ops.domain.target import Target
 
 Capabilities = Callable[[Deploy], frozenset[str]]
-"""Function that returns the names in `ABILITIES` that an entry supports.
+"""Function that returns the capabilities of an entry.
 
-They are the abilities of its endpoint plugin and its metrics source.
+They are those of its endpoint plugin and its metrics source. `ABILITIES` describes the ones that a
+rollout can need.
 """
 
 Unservable = Callable[[Deploy, Target], str]
@@ -89,7 +90,7 @@ def check_providers(
                 )
                 message = (
                     f"{plugin} cannot {ABILITIES[need]}; "
-                    f"its capabilities: {quote_names(sorted(able)) or 'none'}"
+                    f"capabilities here: {quote_names(sorted(able)) or 'none'}"
                 )
                 yield Issue((*loc, "rollout", *key), message)
         if entry.target in targets and (why := unservable(entry, targets[entry.target])):
@@ -151,7 +152,8 @@ def _check_steps(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
         yield Issue((*where, "steps"), f"the last step must be 100%, not {steps[-1] * 100:g}%")
     if policy.ab_test and len(steps) > 1 and policy.ab_test.split <= steps[-2]:
         message = (
-            f"the A/B test follows the step of {steps[-2] * 100:g}%, so its split must be larger"
+            f"the A/B test follows the step of {steps[-2] * 100:g}%, so its split must be larger, "
+            f"not {policy.ab_test.split * 100:g}%"
         )
         yield Issue((*where, "ab_test", "split"), message)
     if policy.ab_test and not policy.ab_test.metric.strip():

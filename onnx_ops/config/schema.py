@@ -1,4 +1,4 @@
-"""Generate JSON Schemas of the YAML files, for editors.
+"""Generate JSON Schemas of pipeline and target files, for editors.
 
 The schemas are generated from the types that validate the files.
 
@@ -214,7 +214,7 @@ def _or_parameter(schema: Schema) -> Schema:
     """Return the schema of a scalar that also accepts a reference to a parameter.
 
     The schema of a string without limits is unchanged, since a reference is such a string. Schemas
-    of dataclasses and of constants are also unchanged.
+    of constants and of values that are not scalars are also unchanged.
     """
     choices = schema.get("anyOf", [schema])
     is_limited = any(

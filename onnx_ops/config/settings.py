@@ -95,7 +95,8 @@ class Settings:
             `AWS_ROLE, BUCKET_*`.
         allowed_paths: Folders and URLs outside the project that pipeline files may name: `/data,
             s3://bucket/models`.
-        allowed_packages: Packages outside the project whose functions pipeline files may name.
+        allowed_packages: Packages outside the project whose functions pipeline files may name, and
+            whose operator libraries targets may load.
         cache_size: Maximum size of the local cache of a remote store, unless more is in use.
     """
 
@@ -314,7 +315,7 @@ def _read_file(path: Path, chosen: str | None) -> tuple[dict[str, Any], str]:
                 remedy=remedy,
             )
         return {}, "default"
-    import tomllib  # Commands outside a project start sooner without tomllib.
+    import tomllib  # Commands outside a project do not need tomllib.
 
     try:
         document = tomllib.loads(path.read_text(encoding="utf-8"))

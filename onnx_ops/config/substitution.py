@@ -25,9 +25,9 @@ from onnx_ops.errors import ConfigError, NotFoundError, Problem
 from onnx_ops.printable import hide
 
 NEWEST_SCHEMA = 1
-"""The newest version of the file formats that this release reads.
+"""The newest `schema` of files that this version of onnx-ops reads.
 
-A file without `schema` has version 1.
+A file without the key `schema` has schema 1.
 """
 
 PARAMETERS_FILE = "params.yaml"
@@ -88,7 +88,7 @@ def read_document(
     if isinstance(version, int) and version > NEWEST_SCHEMA:
         message = (
             f"this file needs a newer onnx-ops: its schema is {version}, "
-            f"and this release reads up to schema {NEWEST_SCHEMA}"
+            f"and the installed version reads up to schema {NEWEST_SCHEMA}"
         )
         raise ConfigError((document.problem(Issue(("schema",), message)),))
     for loc, is_key, text in list(_texts_with(_ENVIRONMENT_MARK, document.value, ())):

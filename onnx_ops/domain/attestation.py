@@ -80,10 +80,11 @@ class OverrideRecord:
 
     A person signs the record, or the registry's server signs it for a person.
 
-    `custom_ops` and `execution` are copied from a signed decision about this content: the target's
-    libraries of operators, and how the target runs a model. `by` is the actor that signed. In a
-    record of the registry's server, it is the user that the server has authenticated; empty without
-    authentication. `at` is ISO 8601 in UTC. Records with different times are different overrides.
+    `custom_ops` and `execution` are copied from the signed decision about this content, if there is
+    one: the target's libraries of operators, and how the target runs a model. `by` is the actor
+    that signed. In a record of the registry's server, it is the user that the server has
+    authenticated; empty without authentication. `at` is ISO 8601 in UTC. Records with different
+    times are different overrides.
     """
 
     schema: int = 1

@@ -132,7 +132,7 @@ class GateResult:
     number of observations, and `groups` the number of groups that they form. `p_value` is the
     chance of an estimate at least as good if the truth were at the limit. An advisory result is
     shown, and does not affect the verdict. `slices` are the results on slices of the rows, the
-    worst first; the other fields are then those of the worst slice.
+    worst first; `estimate`, `low`, `high`, `n` and `groups` are then those of the worst slice.
     """
 
     gate: str
@@ -203,11 +203,11 @@ class DecisionRecord:
     """The signed record of one decision, bound to the content that was judged.
 
     `batchable`: measurements showed that each row's answer is independent of the other rows in the
-    batch, and that running requests together is not slower. `threads` is the number of requests, or
-    of batches of them, that a server should run concurrently; 0 means as many as possible.
-    `custom_ops` are the libraries of operators that the target declares. `execution` is how the
-    target runs a model. `decided_at` is ISO 8601 in UTC. `sequence` grows with every decision
-    (milliseconds since the epoch); the valid decision with the highest sequence applies.
+    batch, and did not show that running requests together is slower. `threads` is the number of
+    requests, or of batches of them, that a server should run concurrently; 0 means as many as
+    possible. `custom_ops` are the libraries of operators that the target declares. `execution` is
+    how the target runs a model. `decided_at` is ISO 8601 in UTC. `sequence` grows with every
+    decision (milliseconds since the epoch); the valid decision with the highest sequence applies.
     """
 
     schema: int = 1
@@ -236,9 +236,10 @@ SignedDecision: TypeAlias = Attested[DecisionRecord]
 class RecheckResult:
     """The result of measuring a champion again.
 
-    `verdict` is FAIL if a gate that passed before fails. It is ERROR if the champion could not be
-    measured, and INCONCLUSIVE if the measurements permit no conclusion. `changed` lists differences
-    of the runtime and the machine. `measured` is the number of measurements.
+    `verdict` is FAIL if a gate fails that did not fail before, or if a measurement has changed by
+    more than its gate allows. It is ERROR if the champion could not be measured, and INCONCLUSIVE
+    if the measurements permit no conclusion. `changed` lists differences of the runtime and the
+    machine. `measured` is the number of measurements.
     """
 
     model: str
@@ -254,7 +255,7 @@ class RecheckResult:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the champion fails a gate that passed before."""
+        """Whether the verdict is FAIL."""
         return self.verdict is Verdict.FAIL
 
     @property

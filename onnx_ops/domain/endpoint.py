@@ -57,8 +57,8 @@ class TrafficSplit:
     that epochs are independent trials. With 0, a user stays with a deployment until the split
     changes.
 
-    `shadow` is the percentage of all requests that are copied to a deployment, by its name. Clients
-    do not receive the answers to copies. The answers are compared: a number differs if its error
+    `shadow` is the percentage of requests that are copied to a deployment, by its name. Clients do
+    not receive the answers to copies. The answers are compared: a number differs if its error
     exceeds `shadow_tolerance` times the largest absolute value of its output.
     """
 
@@ -87,8 +87,8 @@ class TrafficSplit:
 class EndpointState:
     """The deployments of an endpoint and the traffic each receives.
 
-    `drift` describes how the observed endpoint differs from its options: instances, image,
-    autoscaling. Applying any state restores the options. `out_of_service` are deployments to which
+    `drift` describes differences of the observed endpoint from its options, such as another image
+    or port. Applying any state restores the options. `out_of_service` are deployments to which
     the endpoint gives no requests, with the reason. `stragglers` are servers that may still serve
     an earlier state, with the reason. `replacements` are changes that the provider makes to the
     instances at this moment; no rollout advances meanwhile. In a desired state, `drift`,

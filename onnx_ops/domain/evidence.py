@@ -167,16 +167,17 @@ class ParityMeasurement:
     are hardest to detect.
 
     For integer and string outputs, `error` is the share of rows that differ. Rows for which
-    rounding can change the source's answer are not counted. `mismatch` names a difference of shape
-    or of the non-finite values, which no tolerance covers. `tolerance` is the fixed tolerance that
-    replaces the noise where the source does not run in float64.
+    rounding can change the source's answer are not counted. `mismatch` names a difference that no
+    tolerance covers, such as another shape, other non-finite values, or an error of the export.
+    `tolerance` is the fixed tolerance that replaces the noise where the source does not run in
+    float64.
 
     A source with discontinuities (trees) is also run on inputs that are jittered by rounding. Of
     the rows that differ beyond the noise, `explained` counts those within the range of the source's
     answers. `unexplained` counts the other rows; only these determine the error.
 
     `inside`: whether callers can send inputs of this group. `example` describes the row with the
-    largest difference; empty if no row differs.
+    largest difference; empty if the output does not diverge.
     """
 
     output: str
@@ -321,10 +322,9 @@ class ScoreComparison:
     / sum of squared errors. `heavy` holds the indices of the worst rows, which together contribute
     half of the candidate's error, the worst row first; at most ten are kept.
 
-    `carrying` is the number of rows (or groups) with the largest losses that must be removed. Then,
-    the losses of both models are spread evenly enough over the rest. It is 0 if no row must be
-    removed.
-    `rest` is the difference or ratio of the remaining rows; None if they have no loss.
+    If few rows (or groups) cause most of the losses, `carrying` is how many of those with the
+    largest losses must be removed until the losses of both models are spread evenly enough. `rest`
+    is the difference or ratio of the remaining rows; None if they have no loss.
     """
 
     metric: str
@@ -507,16 +507,15 @@ class Evidence:
         baseline: the primary model for comparisons: `champion`, or else `fp32`; empty if there is
             neither.
         conditions: conditions of the machine that can disturb measurements, such as the load.
-        size_bytes: size of the files that the target loads.
+        size_bytes: size of the model files that the target loads.
         parity: agreement of the variant with the source on the target; empty if it is quantized.
         export_parity: agreement of the export with the source, from stage `validate`.
         raw: digest of the timed samples and of the metrics' values by row (`.npz`).
-        divergence: where the export departs from its source on the machine that first compares
-            them. Without such a departure: where the outputs on the target depart from the outputs
-            on that machine.
+        divergence: where the export departs from its source. Without such a departure: where the
+            values on the target depart from those on one CPU thread.
         recipe: sentences that describe how the variant was made.
-        advice: what slows the variant down on the target.
-        opsets: versions that the variant imports, by domain.
+        advice: what makes the variant slow or wrong on the target.
+        opsets: the opset of each domain that the variant imports.
         operators: number of the variant's nodes by operator and version of the operator's
             definition (`Gemm-13`).
         champion: the champion at the time of measurement, even if it has the same files as the

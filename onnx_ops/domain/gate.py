@@ -262,8 +262,8 @@ GroupRule: TypeAlias = Literal["fail", "advise", "ignore"]
 class ParityGate(TargetGate):
     """Agreement with the source model.
 
-    Float variants must stay within the noise of each column. Quantized variants are judged by
-    invariants.
+    The error of a float variant must not exceed `noise_factor` times the noise in any column.
+    Quantized variants are judged by invariants.
     """
 
     kind: Literal["parity"] = "parity"

@@ -1,8 +1,8 @@
 """The ledger: its entries, and the fold of an endpoint's entries into its state.
 
 Every entry is a fact in the past: what was decided, requested, done or counted. A `ReleaseState` is
-always computed by `fold`, so that every process that reads the same entries has the same state. The
-stored `kind` of an entry selects the type of `EntryBody`.
+always the fold of entries, so that every process that reads the same entries has the same state.
+The stored `kind` of an entry selects the type of `EntryBody`.
 """
 
 from __future__ import annotations

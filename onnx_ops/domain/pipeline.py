@@ -45,7 +45,7 @@ VALUES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempts:
-    """Settings that every stage has."""
+    """Settings of the attempts of a stage: retries and limits."""
 
     retries: Annotated[
         int, Ge(0), Le(10), doc("Number of retries after a failure of the environment.")
@@ -221,7 +221,7 @@ class Validate(PlacedAttempts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SystemComparison(Attempts):
-    """Section `system`: the project's own code, with which the export and its steps must agree."""
+    """Section `system`: comparison of export and steps with the project's own code."""
 
     source: Annotated[str, doc("Function that answers one raw input, `package.module:function`.")]
     files: Annotated[
@@ -347,7 +347,7 @@ class Benchmark(Attempts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slices(Attempts):
-    """Section `slices`: parts of the scored rows that gates of the kind `slices` judge."""
+    """Section `slices`: parts of the scored rows that `slices` gates judge."""
 
     by: Annotated[
         tuple[str, ...],

@@ -46,7 +46,7 @@ Keys and credentials of the other stages stay on this machine.
 """
 
 MEASURED = (StageKind.SCORE, StageKind.BENCHMARK)
-"""Stages whose result depends on the machine; the result names the machine."""
+"""Stages whose result names the machine that measured it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +108,7 @@ class Plan:
 
 
 class StageStatus(StrEnum):
-    """The result of a stage in a run."""
+    """How a stage ended in a run."""
 
     CACHED = "cached"
     DONE = "done"

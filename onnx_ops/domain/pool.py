@@ -18,8 +18,8 @@ class PlacedStage:
         title: Its name in the pipeline.
         pipeline: The name of the pipeline.
         key: Identifies its result; stages with the same key are executed once.
-        parameters: Parameters of `app.placed_stage.answer`. They are small; large values are in the
-            store.
+        parameters: `request`, the digest of the request in the store, and `store`, the location of
+            this store.
         timeout: Seconds from the start of the work; None for no limit.
     """
 

@@ -1,4 +1,4 @@
-"""Quantities with units.
+"""Types of fields in files, such as quantities with units, and their metadata.
 
 The unit is part of the type, so that the loader and the schema agree on it.
 """
@@ -82,7 +82,7 @@ _NAME = Pattern(
 )
 
 Name = Annotated[str, _NAME, MaxLen(63)]
-"""A name of a pipeline, a variant or an endpoint."""
+"""A name of a pipeline, a variant, an endpoint or an analysis."""
 
 ShortName = Annotated[str, _NAME, MaxLen(30)]
 """A name of a target.

@@ -1,6 +1,6 @@
-"""The search for quantized variants under a budget, and recipes for each machine.
+"""The search for quantized variants under a budget, and recipes for quantization.
 
-A recipe depends on the machine's arithmetic.
+A recipe is for all machines of the targets, so it depends on the arithmetic of each of them.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class SearchRecord:
     """All trials and results of a search.
 
     `pareto_front` holds indices of trials. `stopped` is the reason why the search ended.
-    `timed_out` is whether the search ended before all recipes were tried.
+    `timed_out` is whether it ended because the remaining time was too short for the next step.
     """
 
     schema: int = 1

@@ -24,7 +24,7 @@ ANYONE = "*"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AliasRule:
-    """One line of a promotion policy."""
+    """One rule of a promotion policy."""
 
     aliases: Annotated[
         str, MinLen(1), doc("Aliases that the rule covers; `*` and `?` are wildcards.")
@@ -98,7 +98,7 @@ def flatten_origins(lineage: Lineage) -> dict[str, str]:
 class Provenance:
     """The author, time and commit of a report; unknown fields are empty.
 
-    `at` is a time in UTC, to the minute. `changed`: whether files differed from the commit.
+    `at` is a time in UTC, to the minute. `changed`: whether tracked files differed from the commit.
     """
 
     at: str = ""

@@ -216,10 +216,10 @@ class AnalysisResult:
 
     Texts are empty where there is nothing to report. `started_at` is when the step took effect.
     `requests` counts the candidate's requests since then (copies in a shadow step). `unmet_target`
-    names a service level that the candidate has not yet been shown to meet. `split_mismatch`
-    describes traffic that is not split as planned. `gross_failure` describes a candidate that fails
-    or refuses far more requests than the stable version. `ab_outcome` is the outcome of the A/B
-    test. `outliers` have no effect on the rollout.
+    describes what the step still lacks, such as evidence for a service level, or independent units.
+    `split_mismatch` describes traffic that is not split as planned. `gross_failure` describes a
+    candidate that fails or refuses far more requests than the stable version. `ab_outcome` is the
+    outcome of the A/B test. `outliers` have no effect on the rollout.
     """
 
     started_at: float
@@ -543,12 +543,12 @@ class _Rollout:
     def _evaluate_step(self, candidate: Deployment, step: PlannedStep) -> Action | Wait | str:
         """Return the action or wait that is due, or why the step is complete.
 
-        Without metrics, the rollout waits.
+        Without counts of the step, the rollout waits.
         """
         policy, analysis = self.policy, self.analysis
         share = _describe_share(candidate, step)
         if analysis is None:
-            return Wait(why=f"{share}; nothing was counted yet", kind=WaitKind.ANALYZING)
+            return Wait(why=f"{share}; its counts are not available", kind=WaitKind.ANALYZING)
         if why := analysis.split_mismatch or analysis.hold_reason:
             return Wait(why=f"{share} and is paused: {why}", kind=WaitKind.PAUSED)
         elapsed = self.now - analysis.started_at

@@ -51,8 +51,8 @@ COLD_START_SAMPLES = 8
 DEFAULT_SLOWDOWN = 0.1
 """Slow-down that is tolerated by default.
 
-A version with less traffic can be slower by about this much, because its weights are cached less
-often.
+With less traffic, the weights of a version are cached less often. A model of 47 MB took 12 % longer
+with cold caches (docs/adr/0030-comparing-versions.md).
 """
 
 _TOLERATED: Mapping[str, float] = {
@@ -248,7 +248,7 @@ class RolloutPolicy:
     ] = None
 
     def max_latency_increases(self) -> Mapping[str, float]:
-        """Return the tolerated slow-down of the candidate, by place.
+        """Return the tolerated slow-down of the candidate, by guardrail or place.
 
         Each value is a fraction of the stable version's latency.
         """

@@ -221,7 +221,7 @@ def count_common_rows(shapes: Mapping[str, Sequence[int]], known: int = 0) -> in
 def list_named_axes(shapes: Mapping[str, Shape]) -> Iterator[tuple[str, str, int]]:
     """Yield the name, input and axis of each free dimension.
 
-    A dimension without a name is named after its place.
+    A dimension is named after its place if its size is negative, or its name is empty or `?`.
     """
     for name, shape in shapes.items():
         for axis, size in enumerate(shape):

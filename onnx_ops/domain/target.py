@@ -66,7 +66,7 @@ CpuFlag: TypeAlias = Literal[
 ]
 """CPU features that select ONNX Runtime's kernels, as Linux names them.
 
-Other features do not affect measurements.
+A fingerprint leaves out all other features.
 """
 
 SPEED_FLAGS: tuple[str, ...] = get_args(CpuFlag)
@@ -176,8 +176,8 @@ _NO_DIGEST = Digest("")
 class CustomOps:
     """A shared library of custom operators that a target needs.
 
-    A file names the library by `path` and `digest`, or by `package`. When a target is loaded, the
-    path and digest are those of the installed package.
+    A file names the library by `path` and `digest`, or by `package`. In the second case, path and
+    digest are set when the target is loaded, to those of the library in the installed package.
     """
 
     path: Annotated[str, doc("Path of the library, relative to the project's root.")] = ""

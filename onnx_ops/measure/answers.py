@@ -207,5 +207,5 @@ def _halve(groups: Mapping[str, tuple[Tensors, ...]]) -> tuple[dict[str, tuple[T
 
 
 def explain_rejection(error: MeasurementError) -> str:
-    """Return the message of ONNX Runtime without its prefix."""
+    """Return the reason of an error, without the prefix of ONNX Runtime's messages."""
     return (error.why or error.what).rpartition("Status Message: ")[2]

@@ -129,8 +129,8 @@ def get_dataset(store: Store, manifest: Manifest, export: Manifest | None = None
     """Return a stored data set.
 
     With an export, rows are on axis 0 of every input, and columns are converted for the export's
-    model (see `convert_inputs`). The columns of a matrix are in the model's order. Inputs without
-    rows that the data set lacks have the values that the model was exported with.
+    model (see `convert_inputs`). The columns of a matrix are in the model's order. If the data set
+    lacks the value of an input that is the same for all rows, it is that of the export.
 
     Raises:
         UserError: the columns, rows or types of the data set do not fit the export's model.
@@ -159,7 +159,7 @@ def get_dataset(store: Store, manifest: Manifest, export: Manifest | None = None
 
 
 def get_values(store: Store, export: Manifest) -> dict[str, Any]:
-    """Return, for the inputs without rows, the values that the export used."""
+    """Return the inputs that are the same for all rows, as the export used them."""
     return load_arrays(store, export[VALUES]) if VALUES in export else {}
 
 

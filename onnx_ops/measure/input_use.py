@@ -18,9 +18,10 @@ from onnx_ops.statistics.probes import REAL
 
 _ROWS = 512
 _BYTES = 1 << 26
-"""Maximum bytes of all inputs and answers together.
+"""Approximate maximum of the bytes of the inputs and answers of all runs together.
 
-A model with large inputs or answers runs on fewer rows.
+A model with large inputs or answers runs on fewer rows, but on at least two. A fixed batch is not
+limited.
 """
 
 

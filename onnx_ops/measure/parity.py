@@ -38,7 +38,7 @@ from onnx_ops.statistics.ranking_ties import is_ranked_by_scores
 from onnx_ops.statistics.tree_parity import measure_within_envelope
 
 _SHOWN = 6
-"""Maximum number of values of a row in a message."""
+"""Maximum number of values of one input that a message shows."""
 
 INVARIANCE_ROWS = 32
 """Maximum number of rows for the measurement of batch invariance.

@@ -40,9 +40,10 @@ class Prediction:
 
     With `columns` 0, `values` are comparable with the label. Otherwise, `values` hold the index of
     the best column or the scores of all columns; with 1 column, they hold one score per row.
-    `broken` is the number of rows with NaN; in detections, infinity counts too. With `ragged`,
-    `values` are detections, whose number can differ from batch to batch. `outputs` are digests of
-    all outputs of the model, one per batch; a digest is "" if no output is of floating point.
+    `broken` is the number of rows with NaN in scores, or with NaN or infinity in detections. For
+    other values it is 0. With `ragged`, `values` are detections, whose number can differ from batch
+    to batch. `outputs` are digests of all outputs of the model, one per batch; a digest is "" if no
+    output is of floating point.
     """
 
     values: Array
@@ -484,7 +485,7 @@ Probabilities of 1,000 classes in float16 deviate by less.
 def read_probabilities(definition: MetricDefinition, prediction: Prediction) -> Array:
     """Return probabilities of shape (rows, classes).
 
-    One score per row is the probability of the second of two classes.
+    One score per row is the probability, or the logit, of the second of two classes.
 
     Raises:
         UserError: the scores of a row are not probabilities.

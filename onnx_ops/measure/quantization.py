@@ -62,9 +62,9 @@ def measure_activations(
 ) -> tuple[ActivationMeasurement, ...]:
     """Measure each activation that has a fixed range.
 
-    Both graphs run unchanged, except that integer operators run as equivalent pairs of
-    QuantizeLinear and DequantizeLinear. Temporary copies of both, with intermediate values as
-    outputs, are written beside the models.
+    Both graphs run without optimizations. Integer operators run as equivalent pairs of
+    QuantizeLinear and DequantizeLinear, and the source has the channel balance of the variant.
+    Temporary copies of both, with intermediate values as outputs, are written beside the models.
 
     Raises:
         MeasurementError: one of the models does not run on the rows, there are fewer rows than the

@@ -51,7 +51,7 @@ Precision = Literal["float32", "float64"]
 _AGAIN: Mapping[Literal["float32", "float64"], float] = {"float32": 1e-4, "float64": 1e-9}
 """Maximum relative difference of two answers of the source to the same rows.
 
-Answers differ because threads add numbers in any order.
+Answers can differ, because threads add numbers in any order.
 """
 
 _OTHERWISE = 0.01

@@ -30,8 +30,8 @@ def measure_roundings(
     """Return the rounding of each output by group of inputs, computed from the graph.
 
     The runs of a group are joined along axis 0. A group that the model rejects is omitted. All
-    groups are omitted if the graph cannot be read: it is in ORT format, or the copy with additional
-    nodes does not run. Outputs are then measured without a floor from the graph.
+    groups are omitted if the model is in ORT format or older than opset 9, or if the copy with
+    additional nodes does not run. Outputs are then measured without a floor from the graph.
 
     Args:
         runtime: ONNX Runtime on this machine.

@@ -244,11 +244,11 @@ def build_export_request(
 ) -> ExportRequest:
     """Return the request to an exporter, with samples in the layout of the model.
 
-    Inputs without rows get no free axis. `ordered` and `features` have the same meaning as in
-    `ExportRequest`.
+    Inputs without rows get only the free axes that the section declares. `ordered` and `features`
+    have the same meaning as in `ExportRequest`.
     """
     fixed: dict[str, Mapping[int, str]] = {name: {} for name in layout.values}
-    # The import takes longer than the judgement of many pairs, which uses this module too.
+    # A judgement of two files uses this module too, and needs no exporter.
     from onnx_ops.ports import ExportRequest
 
     return ExportRequest(

@@ -447,14 +447,14 @@ def _check_classes(definition: MetricDefinition, label: Array | None, answers: A
 def _make_unreadable(
     definition: MetricDefinition, name: str, problem: Prediction | OnnxOpsError
 ) -> ScoreComparison:
-    """Return the entry of a model whose answers contain NaN or cannot be read.
+    """Return the entry of a model whose answers are not finite or cannot be read.
 
     NaN is a failure of the candidate only. Another model that answers with NaN is not compared.
     """
     why, count = str(problem), 0
     if isinstance(problem, Prediction):
         count = len(problem.values)
-        why = f"the model answers with NaN on {problem.broken} of {count} rows"
+        why = f"the model answers with NaN or infinity on {problem.broken} of {count} rows"
         if problem.ragged:
             why += f" (first: row {int(find_nan(problem.values).argmax())})"
     if name != CANDIDATE:

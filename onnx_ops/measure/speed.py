@@ -1,7 +1,7 @@
 """Speed of a variant: latency, throughput under load, cold start and memory.
 
-Functions that measure a model raise MeasurementError if the model does not run on the target or if
-its process crashes.
+Functions that measure a model raise the errors of `Runtime`. They also raise MeasurementError if a
+duration is too short to be measured.
 """
 
 from __future__ import annotations
@@ -120,7 +120,8 @@ def measure_scheduling(
     Returns:
         Median rates in rows per second. The result is empty if servers run the model on the event
         loop, or do not support the target's runtime. It is also empty if the model is too slow to
-        be measured this often, or rejects these batches.
+        be measured this often, or if a MeasurementError occurs, for example because the model
+        rejects these batches.
     """
     run_s = latency.quantiles_ns["p50"] / 1e9 / latency.batch
     if target.runtime != _SERVED_RUNTIME or not INLINE_S <= run_s <= _MOST_RUN_S:

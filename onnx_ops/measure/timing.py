@@ -1,7 +1,7 @@
 """Time one model, or two models alternately until the limits are decided.
 
-Functions that measure a model raise MeasurementError if the model does not run on the target or if
-its process crashes.
+Functions that measure a model raise the errors of `Runtime`. Comparisons also raise
+MeasurementError if a block of runs takes no measurable time.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ There are at least `SHORT` and at most `2 * RUNS` warm-up runs.
 """
 
 BLOCKS, RUNS, SHORT = 12, 10, 3
-"""Blocks of a round, runs of a block, and minimum runs of a block."""
+"""Maximum blocks of a round, maximum runs of a block, and minimum runs of a block."""
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 

@@ -1,7 +1,6 @@
 """Boxes, keypoints and masks: outputs and labels of models, and their checks.
 
-If outputs or labels are wrong, functions raise UserError. Where single rows are wrong, the error
-names the first of them.
+If outputs or labels do not fit, functions raise UserError.
 """
 
 from __future__ import annotations

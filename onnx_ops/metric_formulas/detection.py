@@ -132,7 +132,7 @@ def _match(
     max_detections: int,
     sigmas: Sequence[float] = COCO_SIGMAS,
 ) -> Matches:
-    from scipy import sparse  # SciPy is slow to import, and few metrics need it
+    from scipy import sparse  # The import is local, since few metrics need it.
 
     classes = np.unique(label[..., 4][label[..., 4] != PADDING])
     thresholds = _IOU_STEPS if iou is None else np.array([iou])

@@ -94,7 +94,7 @@ def _indicator(numbers: Array, classes: int, selected: Array | None = None) -> A
     Its shape is (classes, rows). An element is 1 if the row is selected and of the class, and 0
     otherwise.
     """
-    from scipy import sparse  # SciPy is slow to import, and few metrics need it
+    from scipy import sparse  # The import is local, since few metrics need it.
 
     rows = np.arange(len(numbers)) if selected is None else np.flatnonzero(selected)
     shape = (classes, len(numbers))

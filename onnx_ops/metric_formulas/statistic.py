@@ -19,7 +19,7 @@ Statistic: TypeAlias = Callable[[Weights], npt.NDArray[np.float64]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricStatistic:
-    """One model's answers in the form that a task metric reads.
+    """A task metric of one model's answers, with the allowances of its interval.
 
     Args:
         statistic: the metric as a function of row weights.

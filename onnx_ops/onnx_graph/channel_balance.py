@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import onnx
 
 PROPERTY = "onnx-ops.channel_exponents"
-"""Metadata of a balanced model: exponents of balanced channels by value, as JSON."""
+"""Metadata key of the exponents of balanced channels, by value, as JSON."""
 
 _FLOAT = 1
 _NORMS = ("LayerNormalization", "SimplifiedLayerNormalization")
@@ -162,7 +162,7 @@ def _fold_copies(model: onnx.ModelProto) -> None:
 def _find_norms(
     model: onnx.ModelProto, tensors: Mapping[str, onnx.TensorProto]
 ) -> Iterator[tuple[str, _Norm]]:
-    """Yield the values whose channels can be balanced."""
+    """Yield each value whose channels can be balanced, with its constants."""
     producers = {name: node for node in model.graph.node for name in node.output}
     readers = map_readers(node for graph in iterate_graphs(model) for node in graph.node)
     outputs = {value.name for graph in iterate_graphs(model) for value in graph.output}

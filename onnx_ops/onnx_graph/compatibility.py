@@ -93,7 +93,7 @@ def check_model(path: Path) -> None:
 
 
 def explain_version_limits(info: ModelInfo, target: Target) -> str:
-    """Return why a target rejects a model's versions; empty if it accepts them."""
+    """Return why a target rejects the opset or IR version; empty if it accepts both."""
     opset = info.opsets.get("", 0)
     wanted = {
         "opset": (opset, target.max_opset),

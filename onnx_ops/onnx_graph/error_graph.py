@@ -109,7 +109,7 @@ class ErrorGraph:
         return str(computed[0] if computed else node.input[0])
 
     def constant_value(self, name: str) -> npt.NDArray[Any] | None:
-        """Return the value of a constant; None if it is computed or in an external file."""
+        """Return the value of a constant; None for other values and external constants."""
         from onnx import numpy_helper
 
         tensor = self._constants.get(name)

@@ -338,8 +338,8 @@ def _list_type_advice(model: onnx.ModelProto, machine: Arithmetic) -> Iterator[A
         yield Advice(finding=finding, setting="options: {weights: int8}")
     if machine.saturates and find_saturating_weights(model):
         finding = (
-            "weights use all 8 bits and the CPU has no VNNI: sums of products saturate, "
-            "and answers are wrong"
+            "weights use all 8 bits and the CPU has no VNNI: sums of products can saturate, "
+            "and answers can be wrong"
         )
         setting = "options: {reduce_range: true}, or omit the option: the target then decides"
         yield Advice(finding=f"{finding} without a warning", setting=setting)

@@ -31,10 +31,11 @@ def join_graphs(
 ) -> onnx.ModelProto:
     """Join ONNX models into one model that runs them in sequence.
 
-    Each model takes the outputs of the model before it. An output is connected to the input of its
-    name in the next model. If the next model has one input and the previous model one output, their
-    names can differ. Outputs that no input takes, and inputs that no output gives, are outputs and
-    inputs of the joined model. Errors are those of `read_model`, and the following.
+    Each model takes outputs of the models before it that no other model has taken. An output is
+    connected to the input of its name in the next model. If the next model has one input, and one
+    output is left, their names can differ. Outputs that no input takes, and inputs that no output
+    gives, are outputs and inputs of the joined model. Errors are those of `read_model`, and the
+    following.
 
     Args:
         steps: models or files, in the order of their runs.
@@ -141,7 +142,7 @@ def _align_versions(
 
 
 def _choose_prefix(first: onnx.ModelProto, number: int) -> str:
-    """Return a prefix for the second graph that no name of the first graph begins with."""
+    """Return a prefix for the second graph that no name of the first begins with."""
     names = {name for node in iterate_nodes(first) for name in (node.name, *node.output)}
     for graph in iterate_graphs(first):
         names.update(entry.name for entry in (*graph.initializer, *graph.input))

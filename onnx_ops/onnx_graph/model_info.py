@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def read_model_info(path: Path) -> ModelInfo:
-    """Read versions, inputs, outputs and size, without loading weights."""
+    """Read IR version, opsets, inputs, outputs and size, without loading weights."""
     model = share_structure(path)
     constants = {tensor.name for tensor in model.graph.initializer}
     return ModelInfo(
@@ -95,7 +95,7 @@ def read_shape(value: onnx.ValueInfoProto) -> tuple[int | str, ...]:
 
 
 AUTHOR, LICENSE = "model_author", "model_license"
-"""Metadata keys of the ONNX standard for the author and the licence of a model."""
+"""Metadata keys of the ONNX standard for the author and the license of a model."""
 
 _STANDARD = {"author": AUTHOR, "license": LICENSE}
 _LARGEST_VERSION = (1 << 63) - 1

@@ -29,7 +29,7 @@ def is_ort_format(path: Path) -> bool:
 
 
 def read_ort_structure(path: Path) -> onnx.ModelProto:
-    """Read versions, inputs, outputs, operators and weight shapes.
+    """Read IR version, opsets, inputs, outputs, operators and weight shapes.
 
     Attributes and weights are not read.
 

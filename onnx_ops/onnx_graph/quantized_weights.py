@@ -84,8 +84,8 @@ def read_quantized_weights(source: Path, derived: Path) -> tuple[QuantizedWeight
     paired = pair_quantized_weights(source, derived)
     if paired.unpaired:
         what = (
-            f"quantized weight {paired.unpaired[0]} cannot be compared: the source has no such "
-            "weight, or stores it in another layout"
+            f"quantized weight {paired.unpaired[0]} cannot be compared: it has no original in the "
+            "source, or its layout is unknown"
         )
         raise MeasurementError(what, where=derived.name)
     return paired.pairs

@@ -1,7 +1,7 @@
 """Rewrite graphs before and after external tools process them.
 
-The functions restore metadata and names, split Gemm, cast inputs and outputs, and trace excluded
-nodes.
+Among others, the functions restore metadata, renumber names, split Gemm, cast inputs and outputs,
+and trace excluded nodes.
 """
 
 from __future__ import annotations

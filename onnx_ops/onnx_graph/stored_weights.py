@@ -144,7 +144,7 @@ class StoredWeightReader:
         )
 
     def parameters(self) -> frozenset[str]:
-        """Return the names of scales and zero points."""
+        """Return the names of scales and zero points, and of the inputs that follow them."""
         return frozenset(name for node in self._all_nodes for name in self._list_parameters(node))
 
     def read_weight(self, node: onnx.NodeProto) -> StoredWeight | None:
@@ -206,7 +206,7 @@ class StoredWeightReader:
             )
 
     def _list_parameters(self, node: onnx.NodeProto) -> Iterator[str]:
-        """Yield the names of the scales and zero points of a node."""
+        """Yield the scales and zero points of a node, and the inputs that follow them."""
         first = _FIRST_PARAMETER.get(node.op_type)
         if first is not None:
             yield from node.input[first:]

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 ENSEMBLES = ("TreeEnsembleClassifier", "TreeEnsembleRegressor")
 
 _MOST_WEIGHTS = 1 << 28
-"""Maximum number of leaf weights, since a file can declare any number."""
+"""Maximum product of an ensemble's numbers of outputs and nodes.
+
+A file can declare any number of outputs.
+"""
 
 _PARTS = ("treeids", "nodeids", "modes", "featureids", "values", "truenodeids", "falsenodeids")
 _LEAF, _AT_MOST, _BELOW = b"LEAF", b"BRANCH_LEQ", b"BRANCH_LT"

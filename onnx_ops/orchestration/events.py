@@ -47,7 +47,7 @@ class PrefectEvents(Notifier):
     """Notifier that emits an event for every notification and every step of a rollout.
 
     Flows emit the events automatically if a server is configured. If the setting `notify` names
-    this notifier, commands and `onnx-ops watch` emit them too. The ledger records sent
+    this notifier, commands and `onnx-ops reconcile --watch` emit them too. The ledger records sent
     notifications under the name of the notifier, so that each notification is sent once.
 
     Raises:

@@ -292,7 +292,7 @@ def _plan_judgement(
         "batch": pipeline.benchmark.batch,
         "quantized": is_quantized(pipeline, variant, probe),
         # Throughput and process starts are measured only if a gate needs them. The limits of the
-        # gates do not affect a measurement, so the key leaves them out.
+        # gates affect only how long a comparison is measured, so the key leaves them out.
         **({"throughput": list(request.throughput)} if request.throughput else {}),
         **({"starts": True} if request.starts else {}),
         **sliced,

@@ -16,7 +16,7 @@ from onnx_ops.domain.target import CustomOps, Target
 from onnx_ops.ports import Context, Exporter
 
 REQUIREMENTS = "requirements"
-"""Key in the tools of a stage that runs in an isolated environment."""
+"""Key in the tools of a stage whose exporter or optimizer runs isolated."""
 
 SYSTEM = StageKind.SYSTEM.value
 """Id of the stage that compares the export with the project's own code."""
@@ -37,9 +37,9 @@ REVISIONS: Mapping[StageKind, int] = {
     StageKind.SCORE: 2,
     StageKind.REGISTER: 6,
 }
-"""Versions of the code of stages, by kind.
+"""Revisions of the code of stages, by kind.
 
-A version is increased when a change of the code changes the result of the same inputs.
+A revision is increased when a change of the code changes the result of the same inputs.
 """
 
 
@@ -167,7 +167,10 @@ def as_json_text(value: Json) -> str:
 
 
 def is_isolated(stage: Stage) -> bool:
-    """Return whether the stage's plugin runs in an isolated environment."""
+    """Return whether the stage's exporter or optimizer runs isolated.
+
+    The result is False for a runtime in an isolated environment.
+    """
     return REQUIREMENTS in stage.tools
 
 

@@ -2,7 +2,6 @@
 
 Adapters implement the interfaces. The suites of `onnx_ops.testing` verify the adapters.
 
-
 A process that runs models uses few of the ports, so a module is imported when one of its names is
 first used.
 """
@@ -104,13 +103,13 @@ _NAMES = {
     ),
     "tree": ("Tree",),
 }
-"""The public names of each module."""
+"""The names that this package exports, by module."""
 
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Load the module of a public name when the name is first used."""
+    """Return an exported name; its module is imported on first use."""
     if name not in _MODULES:
         raise AttributeError(f"module 'onnx_ops.ports' has no attribute {name!r}")
     return getattr(import_module(f"onnx_ops.ports.{_MODULES[name]}"), name)

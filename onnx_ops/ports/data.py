@@ -36,8 +36,8 @@ class Dataset:
     """Model inputs by ONNX name, and labels if there are any.
 
     All arrays have the same number of rows. As loaded from a source, an input can hold its rows on
-    any axis. As inputs of a model, all arrays have their rows on axis 0. `values` are inputs
-    without rows, whose values are the same for all rows.
+    any axis. As inputs of a model, all arrays have their rows on axis 0. `values` are inputs that
+    are the same for all rows.
 
     `group` numbers the group of each row, where the pipeline names an array of groups. Otherwise,
     `columns` holds such numbers for arrays that are neither input nor label, if these arrays can
@@ -165,7 +165,7 @@ class DataSource(Plugin):
         The result is None if the rows are not available locally.
 
         Raises:
-            NotFoundError, UserError: as `load`, if these rows show the error.
+            NotFoundError, UserError, RefusedError: as `load`, if these rows show the error.
         """
         return None
 
@@ -176,7 +176,7 @@ class DataSource(Plugin):
         The other keys depend on the kind, such as the repository, the commit and the path.
 
         Raises:
-            NotFoundError, ServiceUnavailableError: as `fingerprint`.
+            NotFoundError, ServiceUnavailableError, UserError, RefusedError: as `fingerprint`.
         """
         return {}
 
@@ -214,7 +214,8 @@ class ModelSource(Protocol):
 
         Raises:
             NotFoundError: the model does not exist.
-            UserError: no file system is known for the address.
+            UserError: the address is not valid, or no file system is known for it.
+            RefusedError: access to the model is denied.
             ServiceUnavailableError: the server of the model does not answer.
             MissingPackageError: a package that the address requires is not installed.
         """
@@ -226,4 +227,5 @@ class ModelSource(Protocol):
 
         Raises:
             NotFoundError, UserError, ServiceUnavailableError, MissingPackageError: as `digest`.
+            RefusedError: as `digest`, or the content does not match the pinned digest.
         """

@@ -63,11 +63,20 @@ class Exporter(Plugin):
 
     @abstractmethod
     def save(self, model: object, folder: Path) -> None:
-        """Write a trained model into an empty folder."""
+        """Write a trained model into an empty folder.
+
+        Raises:
+            UserError: the exporter cannot save a model of this type.
+        """
 
     @abstractmethod
     def load(self, folder: Path) -> object:
-        """Read what `save` wrote."""
+        """Return the model that `save` wrote, or that the user supplied.
+
+        Raises:
+            NotFoundError, UserError: the folder has no model of the framework, or the model cannot
+                be read.
+        """
 
     @abstractmethod
     def export(self, model: object, request: ExportRequest) -> None:
@@ -114,7 +123,9 @@ class TrainingExporter(Exporter):
         The function is `run`: `package.module:function`.
 
         Raises:
-            StageError: the function failed, or its process crashed.
+            UserError, NotFoundError, MissingPackageError: the function cannot be imported or
+                called, raises an error, or returns None.
+            StageError: the function raises OSError, or its process crashed.
         """
 
 

@@ -18,9 +18,9 @@ class OptimizeRequest:
     """Input of an optimizer.
 
     `calibration` holds inputs by ONNX name; None if the pipeline declares no calibration. Its rows
-    are on axis 0. `values` are inputs without rows. `machines` are the distinct kinds of machine of
-    the variant's targets. `ranges` are what `read_ranges` has read from the calibration rows, in
-    parts. Without `ranges`, the optimizer reads the rows.
+    are on axis 0. `values` are inputs that are the same for all rows. `machines` are the distinct
+    kinds of machine of the variant's targets. `ranges` are what `read_ranges` has read from the
+    calibration rows, in parts. Without `ranges`, the optimizer reads the rows.
     """
 
     section: Quantize
@@ -80,6 +80,7 @@ class Optimizer(Plugin):
 
         Raises:
             UserError: this optimizer calibrates with all rows together, or an option does not fit.
+            StageError: the library failed.
         """
         raise UserError(
             "calibration cannot be split into shards by this optimizer",

@@ -16,7 +16,7 @@ from onnx_ops.ports.plugin import Plugin
 
 if TYPE_CHECKING:
     # These imports are only for type hints: a process that runs models imports this module too, and
-    # starts faster without them.
+    # does not need them.
     from onnx_ops.domain.artifact import Digest, Manifest, StoredObject
     from onnx_ops.domain.endpoint import (
         EndpointConfig,
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 
 
 class Registry(Protocol):
-    """Versions with their evidence, and the aliases that name the versions to serve.
+    """Versions with their evidence, and the aliases of versions.
 
     Every method except `where` and `mirror` raises ServiceUnavailableError if the registry does not
-    answer.
+    answer, and RefusedError if it denies access.
     """
 
     def publish(self, publication: Publication) -> Mapping[str, str]:
@@ -53,6 +53,7 @@ class Registry(Protocol):
 
         Raises:
             UserError: a name is not valid, or (MLflow) the experiment of the model was deleted.
+            RefusedError: a model references weights that are not among its files.
             DigestMismatchError: a file is not what its manifest declares.
         """
 
@@ -116,6 +117,7 @@ class Registry(Protocol):
         Raises:
             NotFoundError: the registry does not have the version, or its files.
             DigestMismatchError: the list of files was changed after the registration.
+            RefusedError: the location of the files is not permitted.
         """
 
     def document(self, record: VersionRecord, name: str) -> bytes:
@@ -123,6 +125,7 @@ class Registry(Protocol):
 
         Raises:
             NotFoundError: the version has no such document.
+            RefusedError: the location of the document is not permitted.
         """
 
     def mirror(self, entry: LedgerEntry, model: str) -> None:
@@ -132,7 +135,7 @@ class Registry(Protocol):
         """
 
     def where(self, model: str) -> str:
-        """Return the address or the command by which a person opens this registry."""
+        """Return the URL of the model's page, or the command that opens the registry."""
 
     def page(self, model: str, version: str, name: str) -> str:
         """Return the address of an evidence document of the version.
@@ -148,7 +151,8 @@ class Ledger(Protocol):
     """Append-only logs, one per endpoint.
 
     A model and target without endpoint have a log, too (`MODEL@TARGET`). Of two writers that follow
-    the same entry, only one succeeds.
+    the same entry, only one succeeds. Methods that read or write raise StorageError or
+    ServiceUnavailableError if the storage fails.
     """
 
     @property
@@ -344,9 +348,9 @@ class EndpointProvider(Plugin):
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Give all traffic to the only deployment of `state` that has traffic.
 
-        If the endpoint has that deployment, this is one call that only changes weights; a later
-        `apply` cleans up. Deployments without traffic are neither loaded nor started. Other
-        deployments of the endpoint are not removed. An endpoint that does not run, or does not
+        If the endpoint has that deployment and the capability `split`, only weights are changed; a
+        later `apply` cleans up. Deployments without traffic are neither loaded nor started. Other
+        deployments of the endpoint are not removed then. An endpoint that does not run, or does not
         answer, is started with this state only.
 
         The generation of `state` is the generation of the request. If the endpoint has reached the
@@ -431,6 +435,7 @@ class EndpointProvider(Plugin):
         Neither its deployments nor a version whose manifest is in `needed` uses them.
 
         Raises:
+            RefusedError: access is denied.
             ServiceUnavailableError: the provider does not answer.
         """
         return ()
@@ -452,6 +457,7 @@ class EndpointProvider(Plugin):
         endpoint is not an error.
 
         Raises:
+            RefusedError: access is denied.
             ServiceUnavailableError: the endpoint could not be deleted.
         """
 
@@ -511,6 +517,7 @@ class MetricsSource(Plugin):
         it. Unknown counts are None.
 
         Raises:
+            RefusedError: access is denied.
             ServiceUnavailableError: the source does not answer; the reconciler then waits.
         """
 
@@ -565,7 +572,7 @@ class ModelFiles(Protocol):
 
 
 class Notifier(Plugin):
-    """A service that delivers messages to people: a chat, an issue tracker, a mailbox.
+    """A service that receives notifications, such as a chat or an issue tracker.
 
     Its exceptions never contain a secret, whether a token or an address.
     """

@@ -129,7 +129,8 @@ class Pools(Plugin):
             ServiceUnavailableError: the orchestrator does not answer, or no running worker of the
                 pool executes this kind of stage.
             StageError: the stage took longer than its time-out, or `cancel` was called.
-            MeasurementError: workers died, or a worker took the stage and did not start it.
+            MeasurementError: several attempts crashed, were cancelled or sent no heartbeat, or a
+                worker took the stage and did not start it.
         """
 
     @abstractmethod

@@ -71,7 +71,7 @@ class RevisionDocument:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountsDocument:
-    """Counts of both revisions in one interval, or since `origin`.
+    """Counts of both revisions in one interval, or since the counters' last start.
 
     The first kind has the id `interval`. The second kind has the time `at` in seconds since the
     epoch; another `origin` means that the counters restarted. `step` is the number of the rollout's
@@ -101,7 +101,7 @@ FLAGGER_HOOKS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlaggerCall:
-    """A call of a webhook of Flagger; `checksum` identifies the state of the canary."""
+    """A call of a webhook of Flagger; `checksum` identifies the rollout."""
 
     name: str
     namespace: str
@@ -141,7 +141,7 @@ def check_name(value: object, what: str) -> str:
     """
     if not isinstance(value, str) or _NAME.fullmatch(value) is None:
         raise UserError(
-            f"{what} is not a valid name",
+            f"{what} is not a valid name: {value!r:.80}",
             why="a name has 1 to 253 letters, digits and ._:@+=/- and begins and ends with a "
             "letter or digit",
         )
@@ -173,5 +173,5 @@ def parse_step(value: object) -> int | None:
     if value is None or value == "":
         return None
     if isinstance(value, bool) or _STEP.fullmatch(str(value)) is None:
-        raise UserError(f"step is not a whole number from 0 to {MAX_STEP}")
+        raise UserError(f"step {str(value)[:20]!r} is not a whole number from 0 to {MAX_STEP}")
     return int(str(value))

@@ -24,7 +24,7 @@ PACKAGE = "pillow"
 SAMPLE_IMAGE = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGNgYGAAAAAEAAH2FzhVAAAAAElFTkSuQmCC"
 )
-"""A black image of one pixel, for runs whose answer is not used."""
+"""A black image of one pixel, for sample inputs."""
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 _PNG_HEADER = struct.Struct(">I4sII")
@@ -36,7 +36,7 @@ _DECODED_FRAMES = frozenset({0xC0, 0xC1, 0xC2})
 _WITHOUT_LENGTH = frozenset({0x01, *range(0xD0, 0xD8)})
 _START_OF_SCAN = b"\xff\xda"
 _MAX_SEGMENTS = 4096
-"""Largest number of segments and fill bytes before the frame of a JPEG file."""
+"""Largest number of segments and fill bytes of a JPEG file up to its frame header."""
 _MAX_SCANS = 128
 """Largest number of start-of-scan markers in a JPEG file.
 
@@ -46,7 +46,7 @@ Each scan of a progressive file can visit every block of the image, and takes on
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageLimits:
-    """The largest images that are decoded.
+    """Limits for the images that are decoded.
 
     Attributes:
         max_bytes: size of one file.
@@ -115,10 +115,15 @@ def _read_jpeg_header(content: bytes) -> ImageHeader:
         elif marker in _FRAME_MARKERS:
             return _read_frame(content, place + 2, marker)
         elif marker in (0xD9, 0xDA):
-            raise UserError("the JPEG file is corrupt", why="a scan precedes the frame header")
+            raise UserError(
+                "the JPEG file is corrupt",
+                why="a scan, or the end of the image, precedes the frame header",
+            )
         else:
             place += 2 + int.from_bytes(content[place + 2 : place + 4], "big")
-    raise UserError(f"the JPEG file has more than {_MAX_SEGMENTS} segments before its frame")
+    raise UserError(
+        f"the JPEG file has no frame header in its first {_MAX_SEGMENTS} segments and fill bytes"
+    )
 
 
 def _read_frame(content: bytes, place: int, marker: int) -> ImageHeader:
@@ -140,7 +145,7 @@ def _build_truncation_error(kind: str) -> UserError:
 
 
 def check_image(content: bytes, limits: ImageLimits) -> ImageHeader:
-    """Check that an encoded image is within the limits and can be decoded.
+    """Check an encoded image against the limits, and decode it; return its header.
 
     Raises:
         UserError: the file has too many bytes, pixels or scans, or no pixels. The same error is

@@ -1,6 +1,6 @@
 """Reports of replicas: their status, their counts, and their closed epochs.
 
-Each report describes the process that wrote it. The analysis of a rollout uses reports as evidence.
+Each report describes the replica that wrote it. The analysis of a rollout uses reports as evidence.
 Reports cannot change which table is served.
 """
 
@@ -45,8 +45,9 @@ class ReplicaStatus:
         start: random id of this start of the replica.
         endpoint: the endpoint whose tables it follows.
         adopted: number of the table that it serves; None before the first table.
-        loaded: deployments of that table that it has loaded.
-        failed: deployments that could not be loaded, with the reason.
+        loaded: manifests of the deployments that its server has loaded.
+        failed: deployments that could not be loaded, with the reason. If the server's state could
+            not be read, the only entry is `server`.
         refused: why it does not serve a table newer than the adopted one; empty if it refuses none.
         skipped: objects in the folder of the tables that are not valid tables, with the reason.
         out_of_service: deployments that get no requests, with the reason.
@@ -83,13 +84,16 @@ class ReplicaStatus:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether all deployments of its table are loaded, and it refuses no newer table."""
+        """Whether the status names neither a failed deployment nor a refused table."""
         return not self.failed and not self.refused
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class ReportSource:
-    """One start of one replica. The counts of a start never decrease."""
+    """One start of one replica.
+
+    The counts of a start decrease only after its server was started again.
+    """
 
     replica: str
     start: str

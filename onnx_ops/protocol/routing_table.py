@@ -39,8 +39,8 @@ class RoutingTable:
     """One published state of an endpoint.
 
     `layout` lists the deployments' names, the newest first. The order is fixed when a deployment is
-    added, and later weights do not change it. Therefore a change of weights moves as few users as
-    possible to another deployment.
+    added, and later weights do not change it. Therefore, with two deployments and without epochs, a
+    change of weights moves as few users as possible to another deployment.
 
     `fallback` is the deployment that answers while the server has no lease. It gets all requests
     for which the client selects no deployment. It is empty if no lease is needed. With `is_leased`,

@@ -55,7 +55,7 @@ DEPLOYMENT_FILE = "deployment.json"
 MODEL_FOLDER = "model"
 """Folder beside `DEPLOYMENT_FILE`; it contains exactly the files of the version."""
 CONTAINER_PROVIDERS = (CPU,)
-"""Execution providers of the build of ONNX Runtime in the image."""
+"""Execution providers that the image supports."""
 OPTION_PREFIX = "ONNX_OPS_SERVE_"
 """Prefix of the environment variables that set server options."""
 TRUSTED_KEYS_VARIABLE = "ONNX_OPS_SERVE_TRUSTED_KEYS"
@@ -158,10 +158,18 @@ class ContainerOptions:
         ),
     ] = 4 << 20
     allowed_hosts: Annotated[
-        str, doc("Accepted Host headers besides those of loopback, separated by commas; `*`: any.")
+        str,
+        doc(
+            "Accepted Host headers besides those of loopback, separated by commas; `*`: any, as by "
+            "default on other addresses than loopback."
+        ),
     ] = ""
     allowed_origins: Annotated[
-        str, doc("Accepted Origin headers of web pages, separated by commas; `*`: any.")
+        str,
+        doc(
+            "Accepted Origin headers of web pages, separated by commas; `*`: any, as by default on "
+            "other addresses than loopback."
+        ),
     ] = ""
 
 
@@ -324,7 +332,7 @@ def signal_worker(pid: int, folder: Path, number: signal.Signals) -> None:
         contextlib.suppress(ProcessLookupError),
         open(os.pidfd_open(pid), "rb", buffering=0) as handle,
     ):
-        # The check runs while the handle is open, so the process id cannot be reused before the
-        # signal.
+        # The handle always refers to the same process, even if the process id is reused. The check
+        # shows that this process is the worker.
         if pid in list_workers(folder):
             signal.pidfd_send_signal(handle.fileno(), number)

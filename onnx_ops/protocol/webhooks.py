@@ -1,6 +1,7 @@
 """MLflow's webhooks at the receiver: check of headers, signature, age and body.
 
-A delivery is only a hint that an alias has changed. Only the name of the model is used.
+A delivery is only a hint that an alias has changed. Of its body, only the name of the model is
+used.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Operate releases, with the ledger as the source of truth.
 
-The operations are promotion, reconciliation, rollback, watching, notification and pruning.
+Examples of operations are promotion, reconciliation, rollback, notification and pruning.
 
 The state machine consists of these modules:
 

@@ -255,9 +255,9 @@ def _remove_key(keys: Mapping[Digest, str], key: Digest | None, endpoint: str) -
     left = {digest: public for digest, public in keys.items() if digest != key}
     if keys and not left:
         raise RefusedError(
-            "the key was not removed, since the ledger accepts only this key",
+            "the key was not removed, since the ledger would accept no other key",
             where=f"ledger {endpoint}",
             remedy="Replace the key first (`onnx-ops keys rotate`), or admit another key "
-            "(`onnx-ops keys admit`).",
+            "(`onnx-ops keys admit FILE`).",
         )
     return left

@@ -83,7 +83,7 @@ class DryRun:
         return self._log.changes
 
     def list_needs(self) -> tuple[str, ...]:
-        """Return the rights and keys that the recorded changes need, without repetitions."""
+        """Return the rights, keys and leases that the recorded changes need, each once."""
         needs = [need for change in self.changes for need in change.needs]
         needs += [
             f"the lease of {name}, for at most {LEASE_S:g} s at a time"

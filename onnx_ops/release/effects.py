@@ -1,8 +1,8 @@
 """Apply actions to endpoints, with an intent before and an outcome after.
 
-An open intent is the lease of the endpoint. The process renews the lease while the effect is in
-progress, since a cloud update can take twenty minutes. If the process is killed, the lease expires,
-and another process continues.
+An open intent gives its process a lease of the endpoint. The process renews the lease while the
+effect is in progress, since a cloud update can take twenty minutes. If the process is killed, the
+lease expires, and another process continues.
 """
 
 from __future__ import annotations

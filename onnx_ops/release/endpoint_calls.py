@@ -36,7 +36,7 @@ class Backoff:
         self._skip = 0
 
     def is_due(self) -> bool:
-        """Return whether to try in this pass; must be called once per pass."""
+        """Count a pass, and return whether to try in this pass."""
         if self._skip:
             self._skip -= 1
             return False

@@ -257,7 +257,7 @@ class MetricsOverlay(MetricsSource):
 def list_endpoint_changes(
     endpoint: str, before: EndpointState | None, after: EndpointState | None
 ) -> Iterator[Change]:
-    """Yield how two states of an endpoint differ."""
+    """Yield the changes that lead from one state of an endpoint to another."""
     old, new = _list_loaded(before), _list_loaded(after)
     for name in (name for name in new if name not in old or old[name] != new[name]):
         what = f"load {name} on {endpoint}"

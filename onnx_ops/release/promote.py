@@ -206,7 +206,8 @@ def promote(
 ) -> PromotionResult:
     """Make a version the challenger of a target.
 
-    If no endpoint serves the target, the version becomes the champion immediately.
+    If no endpoint is bound to the model and target, and none is expected, the version becomes the
+    champion immediately. If all of these endpoints serve the version already, no alias is set.
 
     Args:
         reason: recorded in a tag of the version, unless it serves already. An override requires the

@@ -82,7 +82,8 @@ A rollout has only a few steps. If more are due, two writers probably revert eac
 RECORD_INTERVAL_S = 60.0
 """Interval at which readings are recorded if they cause no action, in seconds.
 
-A crash loses at most a minute of counts. A rollout of a week writes about ten thousand entries.
+If a server crashes, its counts since the last recorded reading are lost. A rollout of a week writes
+about ten thousand entries.
 """
 
 
@@ -329,8 +330,8 @@ def _require_known(journal: Journal, observed: EndpointState | None) -> None:
         where=f"ledger {endpoint}",
         why=f"the endpoint has applied entry {generation}; the storage of the ledger was restored "
         "from a backup, or changed",
-        remedy="Restore the newer ledger, or accept this state: `onnx-ops ledger adopt` (`onnx-ops "
-        "docs backup`).",
+        remedy=f"Restore the newer ledger, or accept this state: `onnx-ops ledger adopt {endpoint}`"
+        " (`onnx-ops docs backup`).",
     )
 
 
@@ -541,7 +542,8 @@ def choose_action(
     """Return the next action, or the wait and its reason."""
     state, analysis = journal.state, None
     if snapshot.observations is not None:
-        # The import of the statistics takes longer than a rollback, and most steps do not need it.
+        # The import of the statistics takes longer than a rollback of a local endpoint
+        # (`benchmarks.rollback`), and most calls do not need it.
         from onnx_ops.statistics.rollout.judge import analyze
 
         analysis = analyze(snapshot.observations, state.roles, state.policy)

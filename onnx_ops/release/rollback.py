@@ -80,7 +80,7 @@ class RollbackResult:
 def request_and_carry_out(journal: Journal, action: Action) -> None:
     """Request a rollback, and try once to carry it out.
 
-    Use this for a rollback that metrics or the registry require.
+    Use this for a rollback that the reconciler decides, for example because of metrics.
 
     Raises:
         LedgerConflictError: another process acted meanwhile.

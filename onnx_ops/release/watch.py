@@ -1,7 +1,7 @@
-"""Reconcile all endpoints at an interval, and immediately when a model is queued.
+"""Reconcile endpoints at an interval, and those of a queued model immediately.
 
-Every pass reads the full state again (aliases, ledgers, endpoints, time). A change whose webhook
-was lost is therefore found in the next pass.
+Every full pass reads the state again (aliases, ledgers, endpoints, time). A change whose webhook
+was lost is therefore found in the next full pass.
 """
 
 from __future__ import annotations

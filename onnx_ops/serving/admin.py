@@ -120,7 +120,7 @@ class AdminApp(HttpApp):
         return super().respond(handler, head, body, deliver)
 
     def get_state(self, _head: RequestHead, _body: bytes) -> RawResponse:
-        """Return the published state, and the server's used and available memory."""
+        """Return the `AdminState`: the published state, failures, and memory."""
         return _build_response(codec.dumps(self._operations.report_state()))
 
     def get_counts(self, _head: RequestHead, _body: bytes) -> RawResponse:

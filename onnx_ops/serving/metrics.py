@@ -1,17 +1,17 @@
 """Metrics of all workers: in shared memory, and as Prometheus scrapes them.
 
 The memory is anonymous and allocated before the first fork. So it needs no file and outlives any
-worker. Each number is aligned, and has 8 bytes, or 4 bytes in counts by cell. At any time, it has
-one writer, except that all workers write the counted tokens and delete counted request ids. A
-reader sees the old value or the new value of a number.
+worker. Outside of labels and exemplars, each number is aligned, and has 8 bytes, or 4 bytes in
+counts by cell. At any time, it has one writer, except that all workers write the counted tokens and
+delete counted request ids. A reader sees the old value or the new value of such a number.
 
     header:      published revision; its epoch; the watch of a rollout (see `cell_counts`);
-        deployments out of service; leases
+        deployments out of service; isolation of new workers; leases
     processes:   one per worker, `PROCESS_NUMBERS` each: its heartbeat, its lapsed requests, and
         what it runs (see `worker_health`)
     labels:      one JSON text per slot, written by the supervisor
-    rows:        one per worker and slot, and one per slot for its shadow process, `COLUMNS` numbers
-        each
+    rows:        one per worker and slot, and one per slot for its shadow process and the
+        supervisor, `COLUMNS` numbers each
     request ids: which deployment answered a request id, `REQUEST_IDS` per worker (see `feedback`)
     answers:     which deployment answered a cell of users last, per worker (see `feedback`)
     tokens:      which tokens of responses were counted, shared by all workers (see `feedback`)
@@ -99,8 +99,8 @@ INLINE_RUN, HUNG_RUN, LOST_RUN = 2, 4, 6
 RUN_SLOT, RUN_CELL = 0, 1
 """Numbers of a recorded run: its slot, and the user's cell plus 1.
 
-The cell is 0 if the split has not routed the request: a client has selected the deployment, or the
-fallback answers without a lease.
+The second number is 0 if the split has not routed the request: a client has selected the
+deployment, or the fallback answers without a lease.
 """
 THREAD_RUNS = 16
 """Index in a worker's state: the numbers of runs in progress on its threads.
@@ -168,7 +168,8 @@ MIN_WARM_UP_REQUESTS = 16
 # The following constants are columns of a row. Comparable requests that ran on the event loop are
 # counted in the INLINE columns, as are requests that reached no deployment. All other requests are
 # counted in the QUEUED columns. Comparable requests that waited in the queue are also counted in
-# the SERVICE columns, without their time in the queue.
+# the SERVICE columns, without their time in the queue. Requests that a listener rejected, or that
+# were lost with a worker, are counted only by status.
 _COLUMN_OF = {status: column for column, status in enumerate(STATUSES)}
 OTHER_STATUS = len(STATUSES)
 _STATUS_COLUMNS: Sequence[tuple[int | str, int]] = (*_COLUMN_OF.items(), ("other", OTHER_STATUS))
@@ -189,8 +190,8 @@ FAILED_NANOSECONDS = UNKNOWN_FEEDBACK + 1
 SHADOW_RESTARTS = FAILED_NANOSECONDS + 1
 EPOCH_FAILURES = SHADOW_RESTARTS + 1
 WORKER_DEATHS = EPOCH_FAILURES + 1
-# The next two columns count feedback on requests that are not evidence about a version. FEEDBACK
-# and SUCCESSES do not include it.
+# The next two columns count feedback that is not evidence about a version. FEEDBACK and SUCCESSES
+# do not include it.
 UNJUDGED_FEEDBACK, UNJUDGED_SUCCESSES = (
     WORKER_DEATHS + 1,
     WORKER_DEATHS + 2,
@@ -311,7 +312,7 @@ class Exemplars:
 
 
 class SharedMetrics:
-    """Counters that the supervisor and the workers share, since workers are forked."""
+    """Counters that the supervisor shares with the processes that it forks."""
 
     def __init__(self, workers: int) -> None:
         self.workers = workers
@@ -355,9 +356,9 @@ class SharedMetrics:
         return self.get_process_state(worker)[THREAD_RUNS:]
 
     def get_shadow_row(self, slot: int) -> MetricsRow:
-        """Return the numbers of the shadow process of a slot.
+        """Return the numbers that the shadow process of a slot and the supervisor count.
 
-        The numbers of slot 0 are those of the supervisor.
+        The numbers of slot 0 are only those of the supervisor.
         """
         return self.get_row(self.workers, slot)
 

@@ -160,8 +160,8 @@ class RolloutCounts:
     ) -> Counts:
         """Return the counts of the deployments of the current table, by name.
 
-        With `request`, the result also has counts by user. `cold_s` contains times of cold starts
-        in seconds, by deployment.
+        With `request`, the workers count its deployments by user from now on, and the result also
+        has these counts. `cold_s` contains times of cold starts in seconds, by deployment.
         """
         if request is not None:
             self._set_watch(request)

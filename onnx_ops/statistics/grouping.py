@@ -35,9 +35,10 @@ without any change can therefore pass.
 """
 
 ALARM = 0.02
-"""p-value up to which neighbouring rows are reported as dependent.
+"""p-value up to which rows are reported as dependent.
 
-It is the share of false alarms among data sets with independent rows.
+The rows are neighbours, or have the same value in an array. It is the share of false alarms among
+data sets with independent rows.
 """
 
 _HINT = 1 / 3

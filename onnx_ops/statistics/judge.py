@@ -226,7 +226,7 @@ def _make_error(gate: str, reason: str, metric: str = "") -> GateResult:
 def compute_ranking_metrics(gates: Sequence[Gate], evidence: Evidence) -> RankingMetrics:
     """Return the metrics by which variants are ranked; None where not measured.
 
-    The task metric is that of the first metric gate, or accuracy without such a gate.
+    The task metric is that of the first gate on a task metric, or accuracy without such a gate.
     """
     gate = next((gate for gate in gates if isinstance(gate, TaskMetricGate)), None)
     metric = gate.definition().label if gate else ACCURACY.label

@@ -221,8 +221,8 @@ def find_floors(scales: Floats, columns: Columns, rounding: Rounding, unit: floa
 
     It is the error in float32, or twice the spacing of the column's largest answer if that is
     larger. The error is first limited to `_LARGEST_FLOOR` of the column's largest answer, or to
-    twice the spacing of float32 at 1, the error of kernels. If the error is unknown, the floor is
-    twice the spacing of the output's largest answer.
+    twice the spacing of float32 at 1 (the error of kernels), whichever is larger. If the error is
+    unknown, the floor is twice the spacing of the output's largest answer.
 
     Args:
         scales: largest answer of each column.

@@ -231,7 +231,7 @@ def _describe_non_finite_mismatch(onnx: Floats, answers: Sequence[Floats]) -> st
     pair = np.atleast_1d(onnx)[first], np.atleast_1d(answers[0])[first]
     count = f"{int(mismatched.sum())} of {mismatched.size} values"
     return (
-        f"{count} are non-finite on one side only; at {first} {pair[0]:g}, "
+        f"{count} are non-finite on one side only or in different ways; at {first} {pair[0]:g}, "
         f"the source gives {pair[1]:g}"
     )
 
@@ -259,9 +259,9 @@ def find_first_divergence(
     """Return the name of the first divergent value, and its error / noise.
 
     A value diverges if its error exceeds `DIVERGENCE_FACTOR` times its noise. The ratio is
-    `LARGEST` if the shapes differ. Only floats are compared: a different rounding of the inputs can
-    change integers and booleans at a tie, and a real fault shows at the next float. Values that
-    only one of the models has are skipped.
+    `LARGEST` for a mismatch, such as another shape or a NaN. Only floats are compared: a different
+    rounding of the inputs can change integers and booleans at a tie, and a real fault shows at the
+    next float. Values that only one of the models has are skipped.
 
     Args:
         names: names of the values in topological order.
@@ -327,8 +327,9 @@ def measure_batch_invariance(
 
     For floats, the ratio is in units of the output's noise. Without noise, the unit is a tenth of
     the fixed tolerance of `measure_output`. Labels have no noise. If the model also has scores, the
-    ratio of a changed label is that of the scores, so that a tie is not reported. Otherwise every
-    changed label is reported. The error of a value that is finite on one side only is `LARGEST`.
+    ratio of a changed label is at most that of the scores, so that a tie is not reported. Otherwise
+    every changed label is reported. The error of a value that is finite on one side only is
+    `LARGEST`.
 
     Args:
         alone: outputs of n runs on one row each, in the same order.

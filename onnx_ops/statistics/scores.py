@@ -63,8 +63,8 @@ _ONLY_CHANCE = (
 _IN_ORDER = frozenset({"detections", "keypoints", "masks"})
 """Kinds of answers whose rows are not sorted.
 
-The order of rows decides between equal scores of detections and keypoints. Masks are expensive to
-sort.
+The order of rows decides between equal scores of detections and keypoints. To sort masks, all their
+pixels would be copied.
 """
 
 FEW_ROWS = 20
@@ -675,7 +675,7 @@ def _score_alone(
     interval = replace(interval, low=low, high=interval.high + statistic.jump)
     if statistic.step is not None:
         interval = _limit_to_range(definition, interval)
-    method = f"bootstrap over rows (BCa, {replicates[0].resampled.size} resamples)"
+    method = f"bootstrap (BCa, {replicates[0].resampled.size} resamples)"
     return ScoreComparison(
         metric=definition.label,
         against=CANDIDATE,

@@ -249,7 +249,10 @@ def _measure_numbers(expected: npt.NDArray[Any], given: npt.NDArray[Any]) -> Ste
     before, after = left.astype(np.float64), right.astype(np.float64)
     if not (np.isfinite(before) == np.isfinite(after)).all():
         count = int((~np.isfinite(after)).sum())
-        return StepDistance(mismatch=f"{count} values are not finite in the candidate alone")
+        usual = int((~np.isfinite(before)).sum())
+        return StepDistance(
+            mismatch=f"other values are not finite: {count} instead of {usual} of {after.size}"
+        )
     finite = np.isfinite(before)
     before, after = before[finite], after[finite]
     if not before.size:

@@ -172,6 +172,9 @@ def measure_within_envelope(
         bounds: the bounds of this output, from `compute_envelope`.
         made_up: whether the rows are generated. Any answer to such a row with an unsure place is
             explained, since its ties do not occur in use.
+
+    Raises:
+        MeasurementError: as in `parity.measure_output`.
     """
     plain = measure_output(
         group=group, output=output, onnx=onnx, single=single, double=double, rounding=rounding

@@ -1,1 +1,1 @@
-"""Tools for single files: inspect, compare, benchmark, quantize, judge."""
+"""Tools for files without a pipeline: compare, benchmark, quantize, judge."""

@@ -65,7 +65,7 @@ _ENOUGH = 8
 """Minimum number of rows for which equal answers to all rows are significant."""
 
 _SHOWN = 4
-"""Maximum number of groups that a note names."""
+"""Maximum number of groups that the note on rejected groups names."""
 
 KEYS, LENGTH = " (keys)", " (length)"
 """Suffixes of the additional outputs that describe maps and sequences."""
@@ -101,9 +101,10 @@ class OutputDifference:
 class ParityResult:
     """The comparison of B with A.
 
-    `notes` list what was not compared, with the reasons. `trees` compares the trees of both models,
-    if they have trees. `coverage` is the part of a quantized B that runs in int8. `advice` lists
-    the causes that slow B down.
+    `notes` list what was not compared or not judged, the outputs that only B has, and how maps and
+    sequences were compared. `trees` compares the trees of both models, if they have trees.
+    `coverage` is the part of a quantized B that runs in int8. `advice` lists the causes that slow B
+    down.
     """
 
     differences: tuple[OutputDifference, ...]
@@ -160,9 +161,10 @@ def compare(
 
     Raises:
         UserError: a file is not a valid model, the two models have different inputs, a model needs
-            versions or operators that the target lacks, or an output has another shape for other
-            rows.
-        MeasurementError: a model does not run here, or A gives different answers to the same rows.
+            an opset, IR version or operators that the target lacks, or an output has another shape
+            for other rows.
+        MeasurementError: the machine does not meet the target's requirements, a model does not run,
+            or A gives different answers to the same rows.
     """
     shared_inputs(a, b)
     require_hardware(runtime, target)
@@ -218,8 +220,8 @@ def _require_operators(model: Path, place: Target, target: Target) -> None:
     """Check that a model can run on `place` with the custom operators of `target`.
 
     Raises:
-        UserError: the model's versions are too new for `place`, or `target` lacks operators of the
-            model.
+        UserError: the model's opset or IR version is too new for `place`, or `target` lacks
+            operators of the model.
     """
     require_versions(model, place)
     if reason := explain_missing_operators(find_custom_operators(share_structure(model)), target):

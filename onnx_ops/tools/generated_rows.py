@@ -165,8 +165,8 @@ def generate_samples(
     """Generate random rows from the types and shapes of the inputs.
 
     Floats are standard normal, and booleans 0 or 1. Texts are `a`, `b`, or those that the model
-    knows. Integers that are indices reach every entry. Other integers are most often masks: they
-    are 0 or 1, or the values that the model compares them with.
+    knows. Integers that are indices can have every valid value. Other integers are most often
+    masks: they are 0 or 1, or the values that the model compares them with.
 
     Inputs with a shared axis (`domain.row_axes`) get rows. Inputs without that axis are drawn as a
     whole, and additional groups have other values of them. Without a shared axis, this applies to

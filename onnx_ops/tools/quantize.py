@@ -1,6 +1,6 @@
 """Quantize one ONNX file, by a recipe or by search.
 
-Functions raise UserError for an invalid file, an output path that exists already, or a recipe that
+Functions raise UserError for an invalid file, an output path that cannot be used, or a recipe that
 does not fit. A search raises it for a budget that no variant meets. They raise StageError if a
 library fails.
 """
@@ -324,14 +324,13 @@ def search_variant(
         if not result.models:
             kept = _keep_closest(result, path)
             raise UserError(
-                "no model meets the budget",
+                "the search found no model for the role within the budget",
                 where=path.name,
                 why="; ".join(slot.reason for slot in result.record.slots),
                 remedy=(
                     "Allow more time with `--budget max_minutes=…`"
                     if result.record.timed_out
-                    else "Raise the limit that the reason names with `--budget NAME=…`, or keep "
-                    "the float model"
+                    else "Raise a limit with `--budget NAME=…`, or keep the float model"
                 )
                 + f"; {record_path.name} contains all trials{kept}.",
             )

@@ -75,7 +75,7 @@ def judge_within_noise(
     """Judge the answers in units of the noise of their precision.
 
     The rule is that of the parity gate. For float16, the noise is the effect of rounding the
-    baseline's constants, by column. For a quantized baseline, it is the effect of the target's own
+    baseline's constants, by column. For a rounded baseline, it is the effect of the target's own
     graph optimizations. This noise moves single elements by whole steps, which all columns share,
     so that the output is measured as a whole. If the baseline's sums saturate on the target, this
     noise does not measure rounding, and only equal answers pass.
@@ -258,7 +258,7 @@ def _measure_int8_activations(
 ) -> tuple[ActivationMeasurement, ...]:
     """Measure the activations of an int8 candidate.
 
-    Clipping is measured only on rows of a data set.
+    Without a data set, clipping and stretch are omitted.
     """
     if request.kind.candidate.precision != "int8" or not rows:
         return ()
@@ -286,10 +286,7 @@ def _describe_unpaired(names: Sequence[str]) -> str:
         f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     )
     count = "1 weight was" if len(names) == 1 else f"{len(names)} weights were"
-    return (
-        f"{count} not compared, since A has no original of them ({shown}): "
-        "the task metric decides about them"
-    )
+    return f"{count} not compared, since A has no original ({shown}): the task metric decides"
 
 
 def _take_few(rows: Tensors, count: int) -> Tensors:

@@ -27,7 +27,10 @@ from onnx_ops.statistics.probes import (
 )
 
 SET_BYTES = 1 << 26
-"""Maximum bytes of the rows of one group; there are about ten groups."""
+"""Maximum bytes of generated rows, and of 32 rows from which groups are derived.
+
+There are about ten groups.
+"""
 
 _BITS = 40
 """Bits of the largest generated whole numbers; more than 32 bits."""
@@ -124,8 +127,8 @@ def build_groups(
     """Build the groups: the rows, rows derived from them, batches, and further runs.
 
     Large rows have no derived groups. In one derived group, the whole numbers that are neither
-    indices nor sizes have all magnitudes and both signs; a model that rejects them has no answer to
-    compare. `empty` adds a group without rows, unless the model has a fixed batch. `bounds` holds
+    indices nor sizes have all magnitudes and both signs; if the baseline rejects them, no answer is
+    compared. `empty` adds a group without rows, unless the model has a fixed batch. `bounds` holds
     the bounds of the inputs that were derived from the graph. `splits` holds rows near the splits
     of trees, which are unused if the rows are large.
     """

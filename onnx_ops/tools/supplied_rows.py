@@ -109,9 +109,8 @@ def _check_row_counts(counts: Mapping[str, int], axes: Mapping[str, int], where:
     """Raise UserError if the arrays have different numbers of rows, or no rows."""
     if len(set(counts.values())) > 1 or 0 in counts.values():
         text = ", ".join(f"{name} {count} on axis {axes[name]}" for name, count in counts.items())
-        raise UserError(
-            f"the arrays must have the same number of rows, at least one: {text}", where=where
-        )
+        what = "no rows" if max(counts.values()) == 0 else "different numbers of rows"
+        raise UserError(f"the arrays have {what}: {text}", where=where)
 
 
 def _fit_values(

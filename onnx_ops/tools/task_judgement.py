@@ -57,7 +57,10 @@ def _explain_unknown_cost(agreement: GateResult | None, dataset: Dataset | None)
     The text includes the remedy.
     """
     if agreement is None:
-        remedy = "set --labels NAME and --metric METRIC, or --metric cosine for embeddings"
+        remedy = (
+            "with --data FILE, set --labels NAME and --metric METRIC, or --metric cosine for "
+            "embeddings"
+        )
         return (
             "the cost of rounding for the task is unknown: the answers could not be compared as "
             f"classes; {remedy}"

@@ -1,4 +1,4 @@
-"""Compare a new variant's answers with those of its source, on the available rows.
+"""Compare a new variant's answers with those of its source, on a few rows.
 
 The result is a warning before any measurement.
 """

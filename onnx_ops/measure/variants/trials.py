@@ -94,7 +94,8 @@ class SearchContext:
 class TrialRunner:
     """Runner of trials, which builds and measures the models of a search.
 
-    The answers of fp32 are read once for each target. Times of fp32 are measured beside each model.
+    The answers of fp32 are read once for each kind of target. Times of fp32 are measured beside
+    each model.
     """
 
     def __init__(self, context: SearchContext, recipes: Mapping[str, Recipe]) -> None:

@@ -1,7 +1,7 @@
-"""Stages of a pipeline: one module for each kind, with the function `execute`.
+"""Stages of a pipeline: one module for each kind except promotion and deployment.
 
-The module `quantize` also contains the calibration stage. The module `champion` finds the champion
-for benchmarks.
+Each module has the function `execute`; `quantize` also contains the calibration stage. The module
+`champion` is not a stage: it finds the champion for benchmarks.
 """
 
 from __future__ import annotations

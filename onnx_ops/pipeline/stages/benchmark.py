@@ -307,6 +307,7 @@ def _measure_metrics(
             module of a metric's function raises an error.
         NotFoundError, MissingPackageError: a metric's function, or a package that it imports, is
             missing.
+        MeasurementError: the variant or the export does not run.
     """
     settings: Mapping[str, Any] = stage.settings
     hints: Mapping[str, Any] = stage.hints

@@ -51,8 +51,8 @@ REPORT = "report.html"
 PROVENANCE, BASE = "provenance", "base"
 """Names of hints, which are not part of the stage's key.
 
-`PROVENANCE` has metadata of the pipeline file, the author and the time of the release. `BASE` has
-the recorded release of the base branch.
+`PROVENANCE` has the commit with its author and branch, and the time of the release. `BASE` has the
+recorded release of the base branch.
 """
 
 _MOST_BYTES = 1 << 20

@@ -100,14 +100,15 @@ def read_shards(
 
 
 def check_compatibility(model: Path, target: Target, where: str) -> None:
-    """Raise UserError if the target does not support the file's versions or operators.
+    """Raise UserError if the target does not support the file.
 
-    The error of the runtime itself is unclear or missing.
+    The reason is its opset, its IR version or its operators. The error of the runtime itself is
+    unclear or missing.
     """
     if reason := explain_incompatibility(model, target):
         remedy = (
-            "Export with versions that all targets accept, add custom_ops to the target, "
-            f"or leave out {target.name}."
+            "Export with an opset and an IR version that all targets accept, add custom_ops to the "
+            f"target, or leave out {target.name}."
         )
         raise UserError(reason, where=where, remedy=remedy)
 

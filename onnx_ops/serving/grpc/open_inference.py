@@ -214,7 +214,7 @@ def decode_request(data: bytes) -> Any:
 
     Parsing turns a field of two bytes into an object of a hundred bytes. Therefore the fields of
     the message and of its inputs are counted before parsing. The elements of typed contents are not
-    counted, because each of them takes at least one byte.
+    counted, because parsing creates no object for each of them.
 
     Raises:
         UserError: the message is malformed.

@@ -77,7 +77,7 @@ Streams that are still open after this time are ended.
 """
 
 for _file in (health_pb2.DESCRIPTOR, reflection_pb2.DESCRIPTOR):
-    # With these descriptors, reflection can list the two services.
+    # With these descriptors, reflection can describe the services of health and reflection.
     POOL.AddSerializedFile(_file.serialized_pb)
 
 
@@ -136,7 +136,7 @@ class InferenceServicer:
         )
 
     async def get_model(self, message: Any, context: Any) -> Any:
-        """Return the name, versions, platform and tensors of the model."""
+        """Return the name, served versions, platform and tensors of the model."""
         model, version = message.name, message.version or None
         document = await self._read_json(
             lambda head, _: self._app.get_model(model, version, head), context

@@ -1,4 +1,4 @@
-"""Routes of the public listener: Open Inference v2 and MLflow's scoring protocol."""
+"""The base of the listeners' apps, and the routes of the public listener."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class HttpApp:
 
 
 class PublicApp(HttpApp):
-    """The public listener's app: routes of inference, metadata, feedback and metrics."""
+    """The app of the public listener, with its routes."""
 
     service: InferenceService
 
@@ -200,7 +200,7 @@ class PublicApp(HttpApp):
     ) -> RawResponse | PendingRequest:
         """Answer an invocation, or feedback that was sent to the same path.
 
-        SageMaker calls no other path, and forwards only a few headers (see `sagemaker`).
+        SageMaker forwards requests to no other path, and only with a few headers (see `sagemaker`).
         """
         if _read_content_type(head) == FEEDBACK_TYPE:
             return self.call(self.post_feedback, head, bytes(body))
@@ -271,7 +271,7 @@ class PublicApp(HttpApp):
         return _build_json({"ready": ready}, 200 if ready else 503)
 
     def get_model(self, model: str, number: str | None, head: RequestHead) -> RawResponse:
-        """Return the model's name, versions, platform, execution settings and tensors."""
+        """Return the model's name, served versions, platform, execution and tensors."""
         loaded = self.service.choose(model, number, head)
         signature = loaded.signature
         versions = {d.version for d in self._deployments.get_current().table.state.deployments}

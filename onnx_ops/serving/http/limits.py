@@ -32,10 +32,7 @@ _MAX_BODIES = 8
 """Number of request bodies of the largest size that can be in memory together."""
 
 IDLE, READING, ANSWERING, REJECTED = range(4)
-"""Stages of a connection.
-
-They are plain integers, because reading the member of an enumeration takes longer.
-"""
+"""Stages of a connection."""
 
 _ANY = b"*"
 _LOOPBACK = (b"localhost", b"127.0.0.1", b"[::1]")
@@ -79,7 +76,10 @@ class HostPolicy:
         )
 
     def check(self, head: RequestHead) -> None:
-        """Raise RefusedError if the request's Host or Origin is not allowed."""
+        """Raise RefusedError if the request's Host or Origin is not allowed.
+
+        Otherwise, the Host header is added to `known`, up to `_MAX_KNOWN_HOSTS` entries.
+        """
         given = head.get(b"host", b"")
         if self.hosts is not None:
             host = given.lower()
@@ -135,8 +135,7 @@ class ConnectionLimits:
     """Limits and clock of all connections of one worker (see `ServerOptions`).
 
     Attributes:
-        now: monotonic time in seconds, updated a few times a second. Reading the system's clock
-            for every request would take longer.
+        now: monotonic time in seconds, which `watch` reads a few times a second.
         open: the connections that were admitted.
         body_bytes: bytes of all request bodies in memory, before decompression.
         max_body_bytes: maximum bytes of received and decompressed bodies together.
@@ -172,7 +171,7 @@ class ConnectionLimits:
         return self.body_bytes + self.inflated.bytes <= self.max_body_bytes
 
     def admit(self, connection: TimedConnection) -> bool:
-        """Return whether a connection is admitted.
+        """Admit a connection if possible; return whether it is admitted.
 
         If the limit is reached, an idle or slow connection is closed to admit the new one. Without
         such a connection, the new one is not admitted.
@@ -202,7 +201,7 @@ class ConnectionLimits:
         return True
 
     async def watch(self) -> None:
-        """Close connections that exceed their time limits, without end."""
+        """Update the clock, and close connections over their time limits, without end."""
         while True:
             await asyncio.sleep(_TICK_S)
             try:

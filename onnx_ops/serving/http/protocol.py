@@ -3,9 +3,9 @@
 Responses are sent in the order of the requests.
 
 A request is answered from the parser's callbacks, without a separate task or object. Its head is a
-dictionary, and its body is bytes. Only queued inferences, awaitable responses and compressed
-responses are sent later. Until then, later requests of the connection wait in `_backlog`, and
-further data of the client stays in the socket.
+dictionary. Its body is bytes, or a memoryview of a large body in the binary form. Only queued
+inferences, awaitable responses and compressed responses are sent later. Until then, later requests
+of the connection wait in `_backlog`, and further data of the client stays in the socket.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ _BINARY_LENGTH = BINARY_LENGTH_HEADER.encode()
 _MIN_COMPRESSED = 1 << 14
 """Size in bytes from which a response is compressed for clients that accept it.
 
-Compression runs on a thread and takes about 0.2 ms. Many clients accept it by default. For smaller
-responses, compression would cost more time than it saves.
+For this size, compression on a thread takes about 0.2 ms. Many clients accept it by default. For
+smaller responses, compression would cost more time than it saves.
 """
 _UNIQUE_HEADERS = (b"host", b"origin")
 """Headers that can occur at most once.
@@ -91,10 +91,7 @@ _STATUS_LINE = {
 _METHOD = b":method"
 """Key of the method in a request head; only HEAD requests have it."""
 _BETWEEN, _IN_HEAD, _IN_BODY = range(3)
-"""Positions of the parser.
-
-They are plain integers, because reading the member of an enumeration takes longer.
-"""
+"""Positions of the parser."""
 
 Answer = InferenceRoute | Handler | RawResponse
 """Route or handler of a request, or its error response.
@@ -231,7 +228,7 @@ class HttpProtocol(TimedConnection):
             self._check_part(data)
 
     def _check_part(self, data: bytes) -> None:
-        """Check the limits of a message that is not complete yet."""
+        """Check the limits of an incomplete message, and start the reader of a large body."""
         if self.stage is REJECTED:
             return
         if self.stage is IDLE:

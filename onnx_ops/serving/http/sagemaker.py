@@ -26,7 +26,7 @@ INFERENCE_ID = b"x-amzn-sagemaker-inference-id"
 FEEDBACK_TYPE = b"application/vnd.onnx-ops.feedback+json"
 """Content type of feedback that is sent to `/invocations`.
 
-SageMaker calls no other path.
+SageMaker forwards requests of clients to no other path.
 """
 
 _REQUEST_ID = REQUEST_ID_HEADER.encode()

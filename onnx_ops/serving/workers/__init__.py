@@ -1,1 +1,1 @@
-"""Processes of the server: the supervisor, its workers, and trial loads."""
+"""Processes of the server: supervisor, workers, shadow processes, and trial loads."""

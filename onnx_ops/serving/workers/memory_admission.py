@@ -164,10 +164,11 @@ def measure_memory(pid: int) -> tuple[int, int]:
     """Return the private resident bytes of a process, and its resident file bytes.
 
     Private bytes are those of anonymous memory. They include pages that a fork still shares with
-    its parent. File bytes include shared memory.
+    its parent. File bytes include shared memory. Both numbers are 0 for a process that has ended
+    and whose exit code was not read yet.
 
     Raises:
-        OSError: the process has ended.
+        OSError: there is no such process.
     """
     _, resident, shared, *_ = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()
     return (int(resident) - int(shared)) * mmap.PAGESIZE, int(shared) * mmap.PAGESIZE

@@ -1,7 +1,7 @@
 """The supervisor, which runs the workers and publishes the routing table.
 
-It owns the folder and the sockets of the server. It has imported all modules, but loads no model
-and starts no thread. So it can fork a worker at any time.
+It owns the folder and the sockets of the server. It has imported the server's modules, but loads no
+model and starts no thread. So it can fork a worker at any time.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ class Supervisor:
         """Deployments that must be loaded and could not be loaded, with the reason."""
 
     def get_state(self) -> AdminState:
-        """Return the published state, and the deployments that could not be loaded."""
+        """Return the `AdminState` without `memory`: the published state, and failures."""
         current = self._publisher.state
         names = set() if current is None else {d.name for d in current.deployments}
         failed = {**self._shadows.get_failed(), **self._pool.get_failed()}

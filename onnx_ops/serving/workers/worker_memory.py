@@ -46,8 +46,8 @@ def use_one_arena() -> None:
 
     Call this before the threads start. An arena returns memory only from its end. After large
     requests on several threads, workers retained up to 80 % of the size of these requests in
-    several arenas. In one arena, they retained 20 %. The shared arena does not slow down requests
-    measurably. The variable MALLOC_ARENA_MAX takes precedence.
+    several arenas. In one arena, they retained 20 %. The variable MALLOC_ARENA_MAX takes
+    precedence.
     """
     if "MALLOC_ARENA_MAX" not in os.environ:
         with suppress(AttributeError):  # Only the GNU C library has `mallopt`.

@@ -51,12 +51,16 @@ FINE_GRID = np.geomspace(1.02, 5.0, 24)
 """Odds ratios that success metrics test for; they include small differences."""
 
 _CELLS = 1 << 20
-"""Maximum number of array elements in memory at the same time."""
+"""Maximum size of an intermediate array: rows times possible numbers of events.
+
+Several arrays of this size are in memory at the same time.
+"""
 
 RISK = 0.05
-"""Probability of a wrong rollback over all guardrails, or of a wrong A/B decision.
+"""Maximum probability of a wrong rollback, or of a wrong A/B decision.
 
-A rollback is wrong if the candidate is no worse. The probability covers the whole rollout.
+A rollback is wrong if the candidate is no worse. The probability covers the whole rollout, and all
+guardrails together. Bounds, and rates that are shown to be low, have the same error rate.
 """
 
 _CONFIDENCE_GRID = np.geomspace(0.01, 100.0, 185)
@@ -297,7 +301,7 @@ def bound_error_rate(errors: int, requests: int, effect: float = 1.0) -> float:
     if short(least) >= 0:
         return least
 
-    # Commands that only show rollouts start faster without this import.
+    # The import is local, since only service levels and shadow trials need it.
     from scipy.optimize import brentq
 
     return float(brentq(short, least, 1 - _LEAST, xtol=1e-9))

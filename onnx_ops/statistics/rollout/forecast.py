@@ -132,15 +132,17 @@ def _check(policy: RolloutPolicy, traffic: Traffic, harms: Sequence[Harm]) -> No
         raise ValueError("the policy has no analysis")
     if not (traffic.rate > 0 and math.isfinite(traffic.rate)):
         raise ValueError(f"the rate of requests must be positive and finite, and is {traffic.rate}")
-    if not (0 <= traffic.errors < 1 and traffic.users >= 0):
+    if not 0 <= traffic.errors < 1:
         raise ValueError(
-            f"the share of errors must be from 0 to less than 1, and is {traffic.errors}; the "
-            f"number of users must not be negative, and is {traffic.users}"
+            f"the share of errors must be at least 0 and less than 1, not {traffic.errors:g}"
         )
+    if traffic.users < 0:
+        raise ValueError(f"the number of users must not be negative: {traffic.users}")
     for harm in harms:
         is_share = harm.name in ("errors", "shadow")
         if not (0 < harm.value <= 1 if is_share else 0 < harm.value < math.inf):
-            raise ValueError(f"harm {harm.name} is {harm.value}")
+            allowed = "above 0 and at most 1" if is_share else "positive and finite"
+            raise ValueError(f"harm {harm.name} must be {allowed}, and is {harm.value}")
 
 
 def _summarize(times: Array) -> Duration:

@@ -1,4 +1,4 @@
-"""Guardrails: thresholds, cold starts, traffic mismatch and gross failures."""
+"""Guardrails: latency, starts and ends of servers, traffic split, gross failures."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ are counted by block of users, as in an A/B test, their number is divided by the
 twenty requests of one user are worth one request.
 """
 BREAKER_LIMIT = 3.0
-"""log10 of the evidence of a gross failure by units.
+"""log10 of the evidence of a gross failure or of refusals by units.
 
-It is also evaluated within epochs.
+It replaces the minimum number of requests, and is also evaluated within epochs.
 """
 ENDS_LIMIT = 3.0
 """log10 of the evidence that servers end too often, evaluated after each end."""
@@ -169,7 +169,7 @@ def evaluate_cold_start(
         allowed = (
             DEFAULT_SLOWDOWN if rail.max_latency_increase is None else rail.max_latency_increase
         )
-        from scipy.stats import mannwhitneyu  # This import is slow, and few policies need it.
+        from scipy.stats import mannwhitneyu  # The import is local, since few policies need it.
 
         # This is the exact rank sum test (Wilcoxon 1945, Biometrics Bulletin 1:80-83; Mann and
         # Whitney 1947).
@@ -202,10 +202,10 @@ def count_slower_intervals(
     This weaker rule is for sources that report percentiles of each interval, but do not count
     requests above a threshold. An interval is a sign against the candidate if the candidate's
     percentile is more than a tenth above that of the stable version. For a candidate that is not
-    slower, the probability of a sign is at most one half. The rule needs at least six intervals for
-    one guardrail and eight for three. The rule assumes that intervals are independent, and detects
-    no slow-down below a tenth. Percentiles of few requests are biased, so intervals with fewer than
-    `MIN_SIGN_REQUESTS` of either version are skipped.
+    slower, the probability of a sign is at most one half. To fire, one guardrail needs at least six
+    slower intervals, and one of three needs eight. The rule assumes that intervals are independent,
+    and detects no slow-down below a tenth. Percentiles of few requests are biased, so intervals
+    with fewer than `MIN_SIGN_REQUESTS` of either version are skipped.
     """
     slower = compared = 0
     for interval in intervals:

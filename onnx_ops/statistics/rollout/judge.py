@@ -194,6 +194,7 @@ def trace_guardrails(
     """Return each guardrail's evidence after successive observations, oldest first.
 
     At most `MAX_POINTS` evenly spaced observations and the last one are evaluated, for a plot.
+    Guardrails on other values than counts, such as a cold start, have no points.
     """
     step, last = max(1, math.ceil(len(history) / MAX_POINTS)), len(history) - 1
     points = [
@@ -517,7 +518,7 @@ def _describe_failure(observations: Observations, here: Sequence[ObservationInte
 
 
 def _describe_failing_units(observations: Observations) -> str:
-    """Describe a gross failure by units; return an empty text without one.
+    """Describe a gross failure or refusals by units; empty without either.
 
     Units of the epoch in progress are included. Evidence is not valid within an epoch, where the
     same assignments are evaluated again. A higher limit compensates for this.
@@ -529,9 +530,9 @@ def _describe_failing_units(observations: Observations) -> str:
             for each in splits
         ]
     here = [each for each in splits if each.step == observations.step]
-    for place, share, what in (
-        ("errors", BREAKER_SHARE, "failed"),
-        ("refused", REFUSED_SHARE, "were refused"),
+    for place, share, name, what in (
+        ("errors", BREAKER_SHARE, "gross failure", "failed"),
+        ("refused", REFUSED_SHARE, "refusals", "were refused"),
     ):
         counts = _sum_units(here, place)
         mine, theirs = counts @ BADNESS_EDGES / np.maximum(1, counts.sum(axis=1))
@@ -539,9 +540,9 @@ def _describe_failing_units(observations: Observations) -> str:
             continue
         if measure_unit_evidence(splits, place, 1.0) >= BREAKER_LIMIT:
             return (
-                f"gross failure: {100 * mine:.0f} % of requests {what} in {counts[0].sum():.0f} "
-                f"units of the candidate, {100 * theirs:.2g} % in {counts[1].sum():.0f} of the "
-                "stable version -> ROLL BACK"
+                f"{name}: on average {100 * mine:.0f} % of a unit's requests {what} in "
+                f"{counts[0].sum():.0f} units of the candidate, {100 * theirs:.2g} % in "
+                f"{counts[1].sum():.0f} of the stable version -> ROLL BACK"
             )
     return ""
 

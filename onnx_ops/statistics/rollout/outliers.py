@@ -1,7 +1,7 @@
 """Find servers of one endpoint with an outlying share of bad requests.
 
-Such a server is a broken machine, or reports invented counts. Each server is compared with the rest
-in both directions, by the evidence of `evidence` against an odds ratio of at most
+Such a server can be a broken machine, or report invented counts. Each server is compared with the
+rest in both directions, by the evidence of `evidence` against an odds ratio of at most
 `TOLERATED_RATIO`. Each generation of the routing table is an interval, so that servers are compared
 over similar periods. Requests are treated as independent. One user whose requests all reach one
 server can therefore make this server an outlier, and the result is only a hint.
@@ -192,7 +192,7 @@ def _measure(mine: _Counts, others: _Counts) -> Array:
 def _can_be_higher(mine: _Counts, others: _Counts) -> npt.NDArray[np.bool_]:
     """Return for which servers the evidence can reach the limit.
 
-    This check is far cheaper than computing the evidence. If no odds ratio is above the tolerated
+    The evidence of the other servers need not be computed. If no odds ratio is above the tolerated
     one, the likelihood favours none of the alternatives. Each bad request multiplies the evidence
     by at most the largest alternative.
     """

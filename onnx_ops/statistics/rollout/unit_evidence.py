@@ -51,7 +51,7 @@ _EDGES = np.array(BADNESS_EDGES)
 
 
 def choose_centers(place: str) -> tuple[float, ...]:
-    """Return the centers m for a place, one of `Guardrail.places`.
+    """Return the centers m for a place: one of `Guardrail.places`, or `refused`.
 
     They are 0 and, for latency, the stable version's share of slow requests. Units near the center
     hardly change the evidence, so that common events add little noise (half of all requests exceed
@@ -82,8 +82,8 @@ def make_log_factors(percent: int, tolerated: float, centers: tuple[float, ...])
             # worst unit, and that of the candidate's best unit.
             limit = min(1 / (p * (1 - center)), 1 / ((1 - p) * center) if center else math.inf)
             for ratio in RATIOS:
-                # This is Kelly's bet for a candidate with `ratio` times as many events as the
-                # stable version.
+                # For tau = 1 and m = 0, this is Kelly's bet for a candidate with `ratio` times as
+                # many events as the stable version.
                 bet = min((ratio - 1) / (p * ratio + 1 - p), _BOLDEST * limit)
                 candidate = np.log1p(bet * (1 - p) * (score / tolerated - center))
                 gamblers.append(np.stack([candidate, np.log1p(-bet * p * (score - center))]))

@@ -131,7 +131,7 @@ def list_limits(gate: TaskMetricGate) -> Iterator[MetricLimit]:
 
 @judge_gate.register
 def judge_metric(gate: MetricGate, evidence: Evidence) -> Iterator[GateResult]:
-    """Judge each limit of a metric gate against each model that the limit applies to.
+    """Judge each limit of a metric gate; a limit of a change for each other model.
 
     If models are compared without labels, a first release has no comparison and no result.
     """
@@ -366,8 +366,11 @@ def _find_count_problem(counts: PairedCounts) -> str:
     if counts.equal and any(parts[1:]):
         return "two models are marked as equal, but are right on different rows"
     if not (1 <= counts.change_effect < math.inf and 1 <= counts.value_effect < math.inf):
-        return "the design effect is below 1 or not finite"
-    return "the counts do not add up" if min(parts) < 0 or sum(parts) > counts.n else ""
+        effects = f"{counts.change_effect:g}, {counts.value_effect:g}"
+        return f"a design effect is below 1 or not finite: {effects}"
+    if min(parts) < 0 or sum(parts) > counts.n:
+        return f"the counts {', '.join(map(str, parts))} do not fit {counts.n} rows"
+    return ""
 
 
 def _find_score_problem(score: ScoreComparison) -> str:
@@ -375,7 +378,7 @@ def _find_score_problem(score: ScoreComparison) -> str:
     if not all(i.is_finite for i in intervals):
         return "a value is not a finite number"
     if score.n < 1 or not all(i.low <= i.estimate <= i.high for i in intervals):
-        return "there are no rows, or an interval does not contain its estimate"
+        return "no row was scored" if score.n < 1 else "an interval does not contain its estimate"
     return ""
 
 

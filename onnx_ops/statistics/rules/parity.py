@@ -38,11 +38,11 @@ from onnx_ops.statistics.rules.parity_rules import (
 )
 
 COMPENSATED = 0.95
-"""Relative squared error up to which a weight is treated as moved on purpose.
+"""Relative squared error up to which a weight or bias is treated as moved on purpose.
 
-It is the squared error of a layer's answers, divided by that of plain rounding. GPTQ-like rounding
-gave 0.02 to 0.73 in 25 layers, and faults of the same size gave 0.99 and more:
-`benchmarks.truth.quantization`.
+It is the squared error of a layer's answers, divided by that of plain rounding; for a bias, by that
+with the original bias. GPTQ-like rounding gave 0.02 to 0.73 in 25 layers, and faults of the same
+size gave 0.99 and more: `benchmarks.truth.quantization`.
 """
 
 FURTHEST = 4.0
@@ -277,7 +277,7 @@ def judge_trees(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
 
 
 def judge_activations(gate: ParityGate, evidence: Evidence) -> Iterator[GateResult]:
-    """Judge the activations that have a fixed range, if there are any."""
+    """Judge the activations that have a fixed range, and the ranges of weights."""
     measured = [a for a in evidence.activations if a.values > 0]
     if measured:
         yield _judge_noise(gate, measured)
