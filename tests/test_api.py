@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_package_exports_api_functions_lazily() -> None:
+def test_package_exports_api_functions_lazily_and_rejects_unknown_name() -> None:
     assert all(getattr(onnx_ops, name) is getattr(api, name) for name in api.__all__)
     assert set(api.__all__) <= set(dir(onnx_ops))
     with pytest.raises(AttributeError, match="no attribute 'juge'"):
@@ -96,11 +96,12 @@ def test_api_check_of_invalid_file_returns_problems(folder: Path) -> None:
     assert "benchmrk" in repr(found)
 
 
-def test_api_status_is_empty_and_unknown_endpoint_raises_not_found_error(
-    folder: Path,
-) -> None:
+def test_api_status_without_endpoints_is_empty(folder: Path) -> None:
     assert (onnx_ops.status().document, onnx_ops.status().exit_code) == ([], 0)
     assert "No endpoints yet" in repr(onnx_ops.status())
+
+
+def test_api_status_and_rollback_of_unknown_endpoint_raise_not_found_error(folder: Path) -> None:
     with pytest.raises(NotFoundError):
         onnx_ops.status("nobody")
     with pytest.raises(NotFoundError):

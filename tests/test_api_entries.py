@@ -1,4 +1,4 @@
-"""The Python functions from every environment of a caller.
+"""Calls of the Python functions from scripts, modules, notebooks and threads.
 
 No process runs the caller's code again.
 """

@@ -134,7 +134,7 @@ def test_verify_envelope_with_changed_byte_raises_invalid_signature_error(
         verify_envelope(changed, DecisionRecord, SIGNER)
 
 
-def test_verify_envelope_of_other_record_kind_raises_invalid_signature_error() -> None:
+def test_verify_envelope_of_other_record_or_payload_type_raises_invalid_signature_error() -> None:
     with pytest.raises(InvalidSignatureError, match="the record has no valid signature"):
         verify_envelope(sign_record(override(), SIGNER).envelope, DecisionRecord, SIGNER)
     with pytest.raises(InvalidSignatureError):
@@ -157,7 +157,7 @@ def test_verify_envelope_requires_one_trusted_signature() -> None:
 
 
 def statement_of(**changes: Any) -> Envelope:
-    """Return a statement signed by the trusted key, with other members."""
+    """Return a statement whose members were changed after it was signed."""
     signed = sign_record(decision(), SIGNER).envelope
     document = {**json.loads(base64.b64decode(signed.payload)), **changes}
     payload = base64.b64encode(json.dumps(document).encode()).decode()
@@ -178,7 +178,7 @@ def statement_of(**changes: Any) -> Envelope:
         (Envelope(payload="é", payloadType=PAYLOAD_TYPE, signatures=()), "not base64"),
     ],
 )
-def test_read_envelope_of_other_statement_raises_corrupt_state_error(
+def test_read_envelope_of_invalid_statement_raises_corrupt_state_error(
     envelope: Envelope, why: str
 ) -> None:
     with pytest.raises(CorruptStateError, match=why):
@@ -187,9 +187,13 @@ def test_read_envelope_of_other_statement_raises_corrupt_state_error(
 
 def test_verify_authority_of_matching_decision_or_override_returns_it() -> None:
     assert verify_authority(deployment(), SIGNER) == decision()
-    assert read_authority_target(deployment()) == "cpu"
     overridden = deployment(evidence=None, authority=sign_record(override(), SIGNER).envelope)
     assert verify_authority(overridden, SIGNER) == override()
+
+
+def test_read_authority_target_returns_target_of_approval_or_empty_text() -> None:
+    assert read_authority_target(deployment()) == "cpu"
+    overridden = deployment(evidence=None, authority=sign_record(override(), SIGNER).envelope)
     assert read_authority_target(overridden) == "cpu"
     assert read_authority_target(deployment(authority=None)) == ""
 
@@ -224,7 +228,7 @@ def test_verify_authority_of_matching_decision_or_override_returns_it() -> None:
         (deployment(threads=1), "is based on other evidence"),
     ],
 )
-def test_verify_authority_of_other_deployment_raises_refused_error(
+def test_verify_authority_without_trusted_matching_approval_raises_refused_error(
     other: Deployment, why: str
 ) -> None:
     with pytest.raises(RefusedError, match=why):

@@ -1,4 +1,4 @@
-"""The tests that the page of breakages names exist."""
+"""The page of breakages names only tests that exist."""
 
 from __future__ import annotations
 

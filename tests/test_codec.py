@@ -186,7 +186,7 @@ def test_codec_from_json_of_unchanged_result_document_succeeds() -> None:
     ],
     ids=str,
 )
-def test_codec_from_json_of_wrong_type_raises_corrupt_state_error_with_path(
+def test_codec_from_json_of_wrong_member_raises_corrupt_state_error_with_path(
     change: dict[str, Any], path: str
 ) -> None:
     with pytest.raises(CorruptStateError) as caught:
@@ -253,6 +253,6 @@ def test_codec_loads_of_invalid_json_raises_corrupt_state_error(data: bytes) -> 
 @pytest.mark.parametrize(
     "data", [b"[]", b'"stable"', b"1", b"null", b'{"stable": 5}', b'{"stable": null, "extra": 1}']
 )
-def test_codec_loads_of_other_document_raises_corrupt_state_error(data: bytes) -> None:
+def test_codec_loads_of_json_without_valid_roles_raises_corrupt_state_error(data: bytes) -> None:
     with pytest.raises(CorruptStateError):
         codec.loads(data, Roles)

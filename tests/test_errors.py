@@ -76,9 +76,12 @@ def test_from_document_of_unknown_document_returns_error(document: dict[str, obj
     assert isinstance(from_document(document), OnnxOpsError)
 
 
-def test_quoted_of_long_text_cuts_between_words() -> None:
+def test_quoted_of_error_returns_one_line_or_class_name() -> None:
     assert quoted(ValueError("  two\n  lines ")) == "two lines"
     assert quoted(ValueError()) == "ValueError"
+
+
+def test_quoted_of_long_text_cuts_between_words() -> None:
     cut = quoted(" ".join(f"word{n}" for n in range(900)))
     assert len(cut) <= 2010
     assert set(cut.replace("…", "").split()) <= {f"word{n}" for n in range(900)}

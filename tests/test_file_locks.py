@@ -85,7 +85,9 @@ def test_locks_of_two_opens_in_one_process_exclude_each_other(path: Path, descri
     assert try_lock(descriptor)
 
 
-def test_locks_of_two_handles_of_folder_exclude_each_other(tmp_path: Path) -> None:
+def test_locks_of_two_handles_of_folder_exclude_each_other_unless_both_share(
+    tmp_path: Path,
+) -> None:
     handles = [os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY) for _ in range(2)]
     acquire_lock(handles[0], shared=True)
     assert [try_lock(handles[1]), try_lock(handles[1], shared=True)] == [False, True]

@@ -53,7 +53,7 @@ def versions_unread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("versions_unread")
-def test_version_of_package_names_distribution_that_contains_it(
+def test_version_of_package_names_its_distribution_or_reports_it_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(plugins, "_packages", lambda: {"acme_runtime": ["numpy"]})
@@ -63,7 +63,7 @@ def test_version_of_package_names_distribution_that_contains_it(
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Install a distribution `acme-plugins` with two exporters, as an installer does."""
+    """Install a distribution `acme-plugins` with three exporters, like an installer."""
     for name, source in MODULES.items():
         (tmp_path / f"acme_{name}.py").write_text(source)
     metadata = tmp_path / "acme_plugins-1.0.dist-info"
@@ -96,7 +96,7 @@ def test_load_plugin_without_base_class_raises_user_error() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_load_plugin_raises_missing_package_error_with_install_command() -> None:
+def test_load_plugin_without_its_package_raises_missing_package_error_with_command() -> None:
     with pytest.raises(
         MissingPackageError, match="a_package_that_nobody_has is not installed"
     ) as caught:
@@ -194,7 +194,7 @@ def test_load_plugin_of_unknown_name_raises_not_found_error_with_suggestion(
     assert remedy in caught.value.remedy
 
 
-def test_load_cuda_preloads_libraries_for_nvidia_providers_only(
+def test_load_cuda_preloads_libraries_silently_for_nvidia_providers_only(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     calls: list[str] = []

@@ -10,7 +10,7 @@ import pytest
 
 
 def list_typed_names(path: Path) -> set[str]:
-    """Return the names that a type checker finds: those imported below `if TYPE_CHECKING`."""
+    """Return the names imported below `if TYPE_CHECKING`, as a type checker does."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     (block,) = (
         node

@@ -127,7 +127,7 @@ def test_scratch_sweep_leaves_links_files_and_other_folders(
     }
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can make what belongs to somebody else")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can create folders of other users")
 def test_scratch_sweep_leaves_folders_of_other_users(temporary: Path) -> None:
     folder = temporary / f"{PREFIX}theirs"
     folder.mkdir()

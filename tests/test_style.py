@@ -1,4 +1,4 @@
-"""Rules about names that no linter has."""
+"""Rules about names and words that no linter has."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def make_repository(root: Path) -> Repository:
 def _commit(tag: str, files: Mapping[str, bytes]) -> bytes:
     """Return the commit for git-fast-import, equal to one of `Repository.commit`.
 
-    A single process takes all commits.
+    One process of git-fast-import makes all commits.
     """
     who = f"n <e@example.org> {COMMITTED} +0000"
     lines = [

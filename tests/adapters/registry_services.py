@@ -1,4 +1,4 @@
-"""An S3 store as a real server, for the tests of the registry."""
+"""A real server of the S3 protocol, for tests of adapters."""
 
 from __future__ import annotations
 

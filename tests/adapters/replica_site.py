@@ -150,7 +150,7 @@ class ReplicaProcesses:
         return codec.loads(must(data), Counts)
 
     def adopted(self, name: str = "r1") -> TableNumber | None:
-        """Return the table that a replica reports; None before its first report."""
+        """Return the number of a replica's table; None before its first report."""
         data = open_objects(self.reports_url).read(f"status/{name}.json")
         return None if data is None else codec.loads(data, ReplicaStatus).adopted
 

@@ -68,7 +68,10 @@ def write_identity(
 def ended_in_the_middle(
     end: Callable[[], None],
 ) -> Iterator[Callable[[Runtime, str, Path, Target], None]]:
-    """Start a long measurement and call `end` during it, from another thread."""
+    """Yield a function that starts a long measurement and calls `end` during it.
+
+    Another thread calls `end`.
+    """
     threads = []
 
     def measure(runtime: Runtime, do: str, file: Path, target: Target) -> None:

@@ -60,7 +60,10 @@ class Site(EndpointSite):
     def start_client(
         self, config: EndpointConfig, state: EndpointState
     ) -> tuple[BaseProcess, Connection]:
-        """Start a process that applies the state and can be killed at any request."""
+        """Start a process that applies the state after a message from the connection.
+
+        A test can kill it at any request.
+        """
         context = fork_context(__name__, "onnx_ops.adapters.endpoints.sagemaker", "boto3", "pytest")
         ours, theirs = context.Pipe()
         process = context.Process(

@@ -76,7 +76,7 @@ def test_compare_of_custom_operator_with_onnx_function_passes_only_if_equal(
         assert compare(GuardedRuntime(), target, other, model, samples).verdict is verdict
 
 
-def test_session_with_changed_or_missing_operator_library_raises_error(
+def test_session_with_changed_missing_or_invalid_operator_library_raises_error(
     model: Path, target: Target, tmp_path: Path
 ) -> None:
     forged = tmp_path / "forged.so"
@@ -95,9 +95,7 @@ def test_session_with_changed_or_missing_operator_library_raises_error(
         )
 
 
-def test_target_without_custom_operator_raises_user_error_with_node_names(
-    model: Path, tmp_path: Path
-) -> None:
+def test_target_without_custom_operator_raises_user_error_with_node_names(model: Path) -> None:
     said = r"target cpu lacks operators: acme\.ops::ScaledSoftsign at sign"
     with pytest.raises(UserError, match=said):
         read_runtime_facts(OnnxRuntime(), CPU, model)
@@ -109,6 +107,9 @@ def test_target_without_custom_operator_raises_user_error_with_node_names(
             model,
             generate_samples(shared_inputs(model), count=4, dims={}),
         )
+
+
+def test_target_without_custom_operator_accepts_operator_as_onnx_function(tmp_path: Path) -> None:
     write_softsign(tmp_path / "function.onnx", as_function=True)
     assert explain_incompatibility(tmp_path / "function.onnx", CPU) == ""
     assert find_custom_operators(read_structure(tmp_path / "function.onnx")) == {}
@@ -119,22 +120,33 @@ def test_explain_missing_operators_with_many_nodes_lists_first_five() -> None:
     assert explain_missing_operators({"a::B": nodes}, CPU).endswith("a::B at n0, n1, n2, n3, n4 …")
 
 
-def test_target_file_with_custom_operators_loads_library_path_and_digest(tmp_path: Path) -> None:
-    folder = tmp_path / "configs" / "targets"
+def write_target(root: Path, digest: str) -> None:
+    """Write a target file that names a library of custom operators."""
+    folder = root / "configs" / "targets"
     folder.mkdir(parents=True)
     text = (
         "name: own\nproviders: [CPUExecutionProvider]\ncustom_ops: {path: lib/a.so, digest: "
-        "%s, domains: [acme]}\n"
+        f"{digest}, domains: [acme]}}\n"
     )
+    (folder / "own.yaml").write_text(text)
+
+
+def test_target_file_with_custom_operators_loads_library_path_and_digest(tmp_path: Path) -> None:
     digest = f"sha256:{'0' * 64}"
-    (folder / "own.yaml").write_text(text % digest)
-    found = TargetFiles(tmp_path).load("own")
+    write_target(tmp_path, digest)
     expected = CustomOps(path=str(tmp_path / "lib/a.so"), digest=Digest(digest), domains=("acme",))
-    assert found.custom_ops == (expected,)
-    plain = replace(found, custom_ops=())
-    assert found.digest() != plain.digest()
-    elsewhere = replace(found, custom_ops=(replace(expected, path="/elsewhere/a.so"),))
-    assert found.digest() == elsewhere.digest()
-    (folder / "own.yaml").write_text(text % "abc")
+    assert TargetFiles(tmp_path).load("own").custom_ops == (expected,)
+
+
+def test_target_digest_with_custom_operators_covers_library_but_not_its_path() -> None:
+    own = CustomOps(path="/lib/a.so", digest=Digest(f"sha256:{'0' * 64}"), domains=("acme",))
+    extended = replace(CPU, custom_ops=(own,))
+    assert extended.digest() != CPU.digest()
+    elsewhere = replace(CPU, custom_ops=(replace(own, path="/elsewhere/a.so"),))
+    assert extended.digest() == elsewhere.digest()
+
+
+def test_target_file_with_wrong_library_digest_raises_config_error(tmp_path: Path) -> None:
+    write_target(tmp_path, "abc")
     with pytest.raises(ConfigError, match="digest"):
         TargetFiles(tmp_path).load("own")

@@ -136,7 +136,9 @@ def test_load_annotations_with_image_size_that_is_not_a_number_raises_user_error
         SOURCE.load(FILE, root)
 
 
-def test_load_annotations_with_ids_of_two_types_numbers_integers_first(root: Path) -> None:
+def test_load_annotations_with_integer_and_string_category_ids_orders_integers_first(
+    root: Path,
+) -> None:
     expected = SOURCE.load(FILE, root)["objects"]
     content = make_annotations()
     content["categories"].insert(0, {"id": "other", "name": "other"})

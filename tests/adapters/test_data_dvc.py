@@ -40,7 +40,7 @@ class TestDvc(DataSourceSuite):
 
 
 @pytest.mark.parametrize(("rev", "seed"), [("v1", 0), ("v2", 1), ("", 1), ("main~1", 0)])
-def test_load_dvc_file_at_revision_returns_its_data(
+def test_dvc_source_at_revision_returns_its_data_and_origin(
     repository: Repository, reads: DvcSource, rev: str, seed: int
 ) -> None:
     assert first(reads.load(section(rev=rev), repository.root)) == expected(seed)
@@ -55,14 +55,25 @@ def test_load_dvc_file_at_revision_returns_its_data(
     )
 
 
-def test_load_dvc_file_in_folder_returns_its_data_and_rejects_other_paths(
-    repository: Repository, reads: DvcSource
-) -> None:
+def add_two_files(repository: Repository) -> None:
+    """Commit a folder of two files that DVC tracks by one pointer."""
     repository.add_folder("data/many", {"a.npz": archive(3), "deep/b.npz": archive(4)})
     repository.commit("v3")
+
+
+def test_dvc_file_in_tracked_folder_has_own_data_and_fingerprint(
+    repository: Repository, reads: DvcSource
+) -> None:
+    add_two_files(repository)
     assert first(reads.load(section("data/many/deep/b.npz"), repository.root)) == expected(4)
     files = (section(f"data/many/{name}") for name in ("a.npz", "deep/b.npz"))
     assert len({reads.fingerprint(file, repository.root) for file in files}) == 2
+
+
+def test_load_dvc_folder_or_missing_file_in_folder_raises_not_found_error(
+    repository: Repository, reads: DvcSource
+) -> None:
+    add_two_files(repository)
     with pytest.raises(
         NotFoundError,
         match=r"data/many is a folder.*to one file, such as data/many/a\.npz",
@@ -131,14 +142,26 @@ def test_load_dvc_file_from_subfolder_or_sibling_repository_returns_data(
     assert first(reads.load(section(repo="../project", rev="v1"), other)) == expected(0)
 
 
+def clone_bare(repository: Repository) -> Path:
+    bare = repository.root.parent / "bare.git"
+    repository.git("clone", "--quiet", "--bare", str(repository.root), str(bare))
+    return bare
+
+
 def test_dvc_fingerprint_in_bare_repository_equals_fingerprint_in_checkout(
     repository: Repository, reads: DvcSource
 ) -> None:
-    bare = repository.root.parent / "bare.git"
-    repository.git("clone", "--quiet", "--bare", str(repository.root), str(bare))
+    bare = clone_bare(repository)
     before = reads.fingerprint(section(repo=bare.as_uri()), repository.root)
     assert before == reads.fingerprint(section(), repository.root)
     assert before == reads.fingerprint(section(repo=str(bare)), repository.root)
+
+
+def test_dvc_origin_after_push_to_bare_repository_has_md5_of_new_data(
+    repository: Repository, reads: DvcSource
+) -> None:
+    bare = clone_bare(repository)
+    assert reads.fingerprint(section(repo=bare.as_uri()), repository.root)
     repository.add("data/train.npz", archive(5))
     repository.commit("v3")
     repository.git("push", "--quiet", "--tags", str(bare), "main")
@@ -148,7 +171,7 @@ def test_dvc_fingerprint_in_bare_repository_equals_fingerprint_in_checkout(
     assert reads.origin(section(repo=bare.as_uri()), repository.root)["md5"] == md5(archive(5))
 
 
-def test_dvc_fingerprint_at_cached_commit_without_git_repository_is_equal(
+def test_dvc_fingerprint_after_removal_of_repository_requires_cached_commit(
     repository: Repository, reads: DvcSource
 ) -> None:
     url, commit = repository.root.as_uri(), repository.git("rev-parse", "v1")
@@ -220,7 +243,7 @@ def test_load_dvc_file_by_concurrent_threads_returns_data_of_each_revision(
         assert list(pool.map(work, [0, 1] * 4)) == [expected(0), expected(1)] * 4
 
 
-def test_dvc_sample_without_pinned_revision_reads_file_in_checkout(
+def test_dvc_sample_exists_only_for_file_in_checkout(
     repository: Repository, reads: DvcSource
 ) -> None:
     repository.write("data/train.npz", archive(1))
@@ -303,7 +326,7 @@ def test_load_with_uncommitted_dvc_pointer_raises_digest_mismatch_error(
         assert md5(archive(1)) in caught.value.why
         assert "git checkout" in caught.value.remedy
     assert first(reads.load(section(rev="v1"), repository.root)) == expected(0), (
-        "another commit is not what one sees"
+        "only a commit that is checked out is compared with the working tree"
     )
 
 

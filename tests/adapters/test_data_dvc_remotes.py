@@ -95,7 +95,7 @@ def empty_cache(repository: Repository) -> None:
     ("path", "seed"),
     [(PATH, 1), ("data/many/a.npz", 2), ("data/many/deep/b.npz", 3), ("data/made.npz", 1)],
 )
-def test_load_of_pushed_dvc_data_leaves_cache_unchanged(
+def test_load_of_pushed_dvc_data_returns_it_without_writing_to_repository(
     pushed: Repository, reads: DvcSource, path: str, seed: int
 ) -> None:
     for place in (".", pushed.root.as_uri()):
@@ -174,7 +174,9 @@ def test_load_during_dvc_fetch_returns_data(pushed: Repository, reads: DvcSource
 
 
 @pytest.mark.nightly
-def test_load_from_dvc_remote_on_s3_returns_verified_data(reads: DvcSource, tmp_path: Path) -> None:
+def test_load_from_dvc_remote_on_s3_returns_verified_data_or_raises_error(
+    reads: DvcSource, tmp_path: Path
+) -> None:
     import boto3
 
     with s3() as endpoint:

@@ -63,7 +63,7 @@ def test_file_fingerprint_of_changed_content_differs(root: Path) -> None:
     assert FileSource().fingerprint(FILE, root) != before
 
 
-def test_file_fingerprint_of_missing_file_raises_not_found_error(root: Path) -> None:
+def test_file_fingerprint_of_folder_or_missing_file_raises_not_found_error(root: Path) -> None:
     for file in ("data/none.npz", "data"):
         with pytest.raises(NotFoundError):
             FileSource().fingerprint(replace(FILE, file=file), root)
@@ -87,7 +87,9 @@ def test_load_npz_with_pickle_raises_user_error_without_unpickling(
 @pytest.mark.parametrize(
     "arrays", [{"a": np.zeros((3, 0))}, {"a": np.zeros(3), "b": np.zeros((0, 3))}, {}]
 )
-def test_load_npz_without_rows_raises_user_error(arrays: dict[str, Any], root: Path) -> None:
+def test_load_npz_with_empty_array_or_without_arrays_raises_user_error(
+    arrays: dict[str, Any], root: Path
+) -> None:
     np.savez(root / FILE.file, **arrays)
     with pytest.raises(UserError, match=r"is empty|no array") as caught:
         FileSource().load(FILE, root)
@@ -120,6 +122,9 @@ def test_load_npy_file_returns_its_array_under_name_of_file(tmp_path: Path) -> N
     np.save(tmp_path / "rows.npy", np.arange(6.0).reshape(3, 2))
     (name, array), *others = FileSource().load(section("rows.npy"), tmp_path).items()
     assert (name, array.shape, others) == ("rows", (3, 2), [])
+
+
+def test_load_npy_file_with_objects_raises_user_error_with_supported_format(tmp_path: Path) -> None:
     np.save(tmp_path / "objects.npy", np.array([{}]), allow_pickle=True)
     with pytest.raises(UserError, match=r"\.npz"):
         FileSource().load(section("objects.npy"), tmp_path)
@@ -200,7 +205,9 @@ print(json.dumps(sorted(sys.modules)))
 
 
 @pytest.mark.parametrize("name", ["digits", "iris", "wine", "breast_cancer", "diabetes"])
-def test_sample_of_sklearn_data_set_has_its_types_and_widths(tmp_path: Path, name: Any) -> None:
+def test_sample_of_sklearn_data_set_has_its_types_widths_and_classes(
+    tmp_path: Path, name: Any
+) -> None:
     section = SklearnData(sklearn=name)
     sample, whole = (
         SklearnSource().sample(section, tmp_path).arrays,

@@ -40,7 +40,9 @@ def test_load_images_in_folders_returns_names_of_folders_as_labels(tmp_path: Pat
     assert arrays["label"].tolist() == ["cat", "dog"]
 
 
-def test_load_images_with_table_returns_columns_in_order_of_images(tmp_path: Path) -> None:
+def test_load_and_sample_images_with_table_return_columns_in_order_of_images(
+    tmp_path: Path,
+) -> None:
     folder = write_images(tmp_path, b_png=PNG, a_jpg=JPEG)
     (folder / "metadata.csv").write_text("file_name,class\nb.png,1\na.jpg,0\n")
     arrays = FileSource().load(SECTION, tmp_path)

@@ -105,7 +105,7 @@ class TestAzureEndpoints(EndpointProviderSuite):
             return float(json.load(response)["predictions"]["y"][0][0])
 
 
-def test_azureml_capabilities_include_split_and_quantiles(world: World) -> None:
+def test_azureml_capabilities_with_native_traffic_are_split_and_quantiles(world: World) -> None:
     assert world.provider.capabilities({"traffic": "native"}) == {"split", "quantiles"}
 
 
@@ -121,7 +121,7 @@ def test_azureml_apply_of_model_without_trusted_signature_raises_infrastructure_
 @pytest.mark.parametrize(
     ("options", "limit"), [({}, 128), ({"queue": 16}, 16), ({LIMIT: 1, "queue": 16}, 1)]
 )
-def test_azureml_deployment_with_queue_option_limits_concurrency(
+def test_azureml_deployment_concurrency_is_explicit_limit_or_queue_size(
     world: World, options: dict[str, int], limit: int
 ) -> None:
     config = config_of(world.cloud, **options)
@@ -218,7 +218,9 @@ def test_azureml_apply_after_traffic_was_zeroed_restores_traffic(world: World) -
     assert world.scale() == 2.0
 
 
-def test_azureml_apply_after_recreation_by_other_tool_restores_traffic(world: World) -> None:
+def test_azureml_apply_or_rollback_after_foreign_recreation_restores_traffic_and_owner(
+    world: World,
+) -> None:
     """Another tool creates the endpoint again, with other tags and no traffic."""
     from azure.ai.ml.entities import ManagedOnlineEndpoint
 
@@ -284,7 +286,9 @@ def test_azureml_apply_with_mirror_traffic_removes_or_refuses_it(world: World) -
         world.provider.apply(world.config, copied, generation=2)
 
 
-def test_azureml_apply_to_endpoint_of_other_owner_raises_refused_error(world: World) -> None:
+def test_azureml_apply_or_remove_of_endpoint_of_other_owner_raises_refused_error(
+    world: World,
+) -> None:
     world.apply(1, blue=100)
     other = replace(config_of(world.cloud, name="scaling"), endpoint="other")
     with pytest.raises(RefusedError, match="does not own it"):
@@ -355,13 +359,19 @@ def test_azureml_apply_of_instance_count_updates_deployment_in_place(world: Worl
     # The three writes are the creation of the endpoint, its first traffic, and the tags of
     # generation 2.
     assert len(world.cloud.routes("scaling")) == 3
+
+
+def test_azureml_drift_of_instance_counts_ignores_external_autoscaling(world: World) -> None:
+    name, three = world.name(world.blue), config_of(world.cloud, instances=3)
+    world.apply(1, three, blue=100)
+    deployment = world.cloud.control.resources[f"onlineEndpoints/scaling/deployments/{name}"].body
     # An operator changes the number of instances by hand.
     deployment["sku"]["capacity"] = 2
-    assert world.drift(more) == [f"instances of {name}: 2, not 3"]
+    assert world.drift(three) == [f"instances of {name}: 2, not 3"]
     world.cloud.control.autoscale.settings["somebody's"] = {
         "properties": {"targetResourceUri": deployment["id"].upper(), "profiles": []}
     }
-    assert world.drift(more) == []
+    assert world.drift(three) == []
 
 
 def test_azureml_apply_with_autoscaling_creates_and_removes_rules(world: World) -> None:
@@ -384,7 +394,7 @@ def test_azureml_apply_with_autoscaling_creates_and_removes_rules(world: World) 
     profile["capacity"]["maximum"] = "9"
     assert world.drift(scaled) == [
         (
-            f"autoscaling of {name}: 1 to 9 instances, disabled or with other rules, "
+            f"autoscaling of {name}: 1 to 9 instances with other limits or rules, or disabled, "
             "not 1 to 4 instances at 60% CPU"
         )
     ]
@@ -421,7 +431,9 @@ def test_azureml_list_orphans_after_option_change_lists_deployment_with_former_o
     assert world.scale(changed) == 2.0
 
 
-def test_azureml_list_orphans_after_promotion_lists_unused_model(world: World) -> None:
+def test_azureml_orphans_after_promotion_are_listed_and_deleted_only_if_unused(
+    world: World,
+) -> None:
     provider, config = world.provider, world.config
     provider.apply(config, world.state(blue=50, green=50), generation=1)
     provider.apply(config, world.state(green=100), generation=2)

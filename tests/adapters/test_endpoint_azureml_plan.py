@@ -58,6 +58,13 @@ def test_read_state_of_planned_traffic_returns_equivalent_state(
     assert back is not None
     assert back.is_equivalent(state)
     assert back.generation == generation
+
+
+@given(states())
+def test_plan_traffic_of_any_state_has_full_traffic_and_tags_within_limits(
+    state: EndpointState,
+) -> None:
+    plan = plan_traffic(state, generation=1)
     assert sum(plan.traffic.values()) == 100
     tags = [plan.tags, *(build_record_tags(found) for found in plan.deployments.values())]
     assert all(

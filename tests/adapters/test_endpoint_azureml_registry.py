@@ -85,6 +85,11 @@ def test_azureml_apply_with_missing_registry_raises_not_found_error(world: World
     with pytest.raises(NotFoundError, match="no such registry") as caught:
         world.apply(1, nowhere, blue=100)
     assert "AzureML Registry User" in caught.value.remedy
+
+
+def test_azureml_validate_options_with_invalid_registry_name_raises_user_error(
+    world: World,
+) -> None:
     with pytest.raises(UserError, match="registry"):
         world.provider.validate_options(config_of(world.cloud, registry="no name!").options)
 

@@ -140,7 +140,9 @@ def test_build_update_of_azureml_endpoint_omits_read_only_fields() -> None:
     ("text", "seconds"),
     [("PT1M", 60), ("PT0.5S", 0.5), ("P1DT1H1M1S", 90_061), ("", 0), ("a minute", 0)],
 )
-def test_parse_duration_returns_seconds(text: str, seconds: float) -> None:
+def test_parse_duration_of_iso_8601_returns_seconds_and_of_other_text_zero(
+    text: str, seconds: float
+) -> None:
     assert parse_duration(text) == seconds
 
 

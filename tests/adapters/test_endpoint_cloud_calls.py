@@ -98,7 +98,7 @@ def amazon(
     sagemaker.reset()
 
 
-def test_sagemaker_operations_need_exactly_permitted_actions(
+def test_sagemaker_operations_use_exactly_permitted_actions_and_documented_requests(
     amazon: FleetSite, traffic: str, sagemaker: FakeSageMaker
 ) -> None:
     operations = perform_operations(amazon)
@@ -131,7 +131,9 @@ def test_aws_roles_with_key_or_network_gain_only_their_actions(
     }
 
 
-def test_azure_operations_need_exactly_permitted_actions(tmp_path: Path, traffic: str) -> None:
+def test_azure_operations_use_exactly_permitted_actions_and_documented_requests(
+    tmp_path: Path, traffic: str
+) -> None:
     with open_azure_fleet(tmp_path) as site:
         requested: set[Request] = set()
         calls: list[Call] = []

@@ -205,7 +205,7 @@ def test_fleet_update_reverted_by_alarm_raises_infrastructure_error_and_keeps_se
     amazon.fake.behave(taken_back="alarm errors fired")
     with pytest.raises(InfrastructureError) as raised:
         amazon.apply(2, blue=100)
-    assert not isinstance(raised.value, AlarmRollbackError), "no release may be rejected"
+    assert not isinstance(raised.value, AlarmRollbackError), "that error would reject the release"
     assert amazon.invoke("anna").deployment == "blue"
     assert amazon.observed().is_equivalent(amazon.state(blue=100))
 
@@ -245,7 +245,7 @@ def bring_to(site: SageMakerFleet, status: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("status", STATUSES)
-def test_fleet_rollback_in_any_status_reaches_stable_version(
+def test_fleet_apply_after_rollback_in_any_status_serves_stable_version(
     amazon: SageMakerFleet, status: str
 ) -> None:
     """A rollback changes nothing in the control plane while instances report."""

@@ -126,7 +126,7 @@ def test_list_memory_counts_workers_that_run_and_is_empty_without_server(site: S
     assert 0 < memory.worker_bytes < memory.available_bytes
 
 
-def test_local_server_after_exit_of_starting_process_keeps_serving(
+def test_local_apply_in_short_process_leaves_server_and_imports_no_large_package(
     site: Site, tmp_path: Path
 ) -> None:
     script = (
@@ -232,7 +232,7 @@ def test_local_apply_with_taken_port_raises_error_with_remedy(site: Site) -> Non
     assert site.provider.address(config) == f"http://127.0.0.1:{port}"
 
 
-def test_local_apply_with_new_port_moves_server(site: Site) -> None:
+def test_local_apply_with_new_port_and_queue_moves_server_and_resolves_drift(site: Site) -> None:
     site.apply(1, blue=100)
     first, port = str(site.provider.address(CONFIG)), free_port()
     moved = replace(CONFIG, options={"port": port, "workers": 1, "queue": 7})
@@ -310,7 +310,7 @@ def test_local_apply_by_concurrent_callers_ends_with_latest_generation(site: Sit
 
 
 @pytest.mark.parametrize("name", ["", "../escape", "a/b", "-x", ".", "x" * 64])
-def test_local_apply_with_hostile_endpoint_name_raises_user_error(site: Site, name: str) -> None:
+def test_local_apply_with_invalid_endpoint_name_raises_user_error(site: Site, name: str) -> None:
     with pytest.raises(UserError, match="cannot be the name"):
         site.apply(1, replace(CONFIG, endpoint=name), blue=100)
 
@@ -336,7 +336,7 @@ OUTSIDE = (
 )
 
 
-def test_local_options_are_refused_if_wrong_and_applied_if_changed(site: Site) -> None:
+def test_local_validate_options_with_wrong_value_raises_user_error(site: Site) -> None:
     site.provider.validate_options(
         {"workers": 2, "access_log": "access.log", "admin_socket": "admin.sock"}
     )
@@ -353,6 +353,9 @@ def test_local_options_are_refused_if_wrong_and_applied_if_changed(site: Site) -
     for options, message in wrong:
         with pytest.raises(UserError, match=message):
             site.provider.validate_options(options)
+
+
+def test_local_apply_with_workers_option_changes_number_only_if_different(site: Site) -> None:
     state = site.state(blue=100)
     site.provider.apply(CONFIG, state, generation=1)
     first = site.record()
@@ -430,7 +433,7 @@ def test_local_stop_without_server_does_nothing(site: Site) -> None:
     assert site.provider.observe(CONFIG) is None
 
 
-def test_local_apply_writes_server_record_as_json(site: Site) -> None:
+def test_local_server_record_after_apply_is_json_and_after_stop_is_absent(site: Site) -> None:
     site.apply(1, blue=100)
     document = json.loads((site.folder / SERVER_FILE).read_text())
     assert set(document) == {"pid", "port", "admin_port", "started", "options"}

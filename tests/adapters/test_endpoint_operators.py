@@ -234,9 +234,16 @@ def test_read_record_of_deployment_with_operators_restores_library_names(
     doubling: Deployment,
 ) -> None:
     assert read_record(build_record_tags(doubling)) == replace(doubling, location="")
+
+
+def test_dumps_of_deployment_without_operators_omits_custom_ops(doubling: Deployment) -> None:
     plain = replace(doubling, custom_ops=())
     assert "custom_ops" not in codec.dumps(plain).decode()
     assert codec.loads(codec.dumps(plain), Deployment) == plain
+
+
+def test_deployment_with_other_operators_is_another_deployment(doubling: Deployment) -> None:
+    plain = replace(doubling, custom_ops=())
     assert build_azure_name(plain) != build_azure_name(doubling)
     assert not state_of(plain, v1=100).is_equivalent(state_of(doubling, v1=100))
 
@@ -252,6 +259,11 @@ def test_copy_libraries_with_invalid_or_unused_library_copies_nothing(
         copy_libraries(model, {"cpu": (replace(library, path="/none.so"),)})
     copy_libraries(model, {"cpu": (replace(library, domains=("another.domain",)),)})
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
+
+
+def test_copy_libraries_of_model_with_weights_in_library_folder_raises_refused_error(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "custom_ops").mkdir()
     write_external(tmp_path / "weights.onnx", "custom_ops/cpu.so")
     with pytest.raises(RefusedError, match="loaded as libraries"):

@@ -200,7 +200,7 @@ def write_open_epoch(
     is_live: bool = True,
     is_healthy: bool = True,
 ) -> None:
-    """Report an open epoch in which one request to green failed.
+    """Report an open epoch with these encoded counts.
 
     The last closed epoch is 7 if the replica is live, and 6 if this is its final report.
     """

@@ -65,7 +65,7 @@ def test_find_ends_of_final_status_includes_start_only_without_last_counts(
     assert find_ends(starts, statuses, NOW) == (set() if has_last_counts else {source})
 
 
-def test_find_ends_of_almost_simultaneous_ends_returns_first() -> None:
+def test_find_ends_of_almost_simultaneous_ends_returns_first_of_each_group() -> None:
     starts = {
         ReportSource(f"r{index}", OLD): (counts(str(index)), NOW - 500 + index)
         for index in range(30)

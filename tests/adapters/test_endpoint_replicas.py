@@ -371,7 +371,7 @@ class TestWithoutKey:
         assert serving.adopted() == TableNumber(4)
         assert {SUITE.scale(serving.address()) for _ in range(30)} == {2.0}
 
-    def test_replica_apply_of_other_state_without_key_raises_missing_key_error(
+    def test_replica_change_to_unsigned_state_without_key_raises_missing_key_error(
         self, serving: ReplicaSite
     ) -> None:
         serving.provider.sign_with(lambda: None)
@@ -479,7 +479,7 @@ class TestFailures:
 
 
 class TestEmptyPlace:
-    """An unmounted network share: an empty folder, in which no replica reports."""
+    """Rollbacks while no replica reports: an empty folder, or a killed replica."""
 
     def test_replica_rollback_without_reporting_replicas_stays_open(
         self, site: ReplicaSite
@@ -620,6 +620,9 @@ def test_observe_with_lease_other_than_in_table_reports_drift(site: ReplicaSite)
     assert site.observed().drift == ("lease is serve, not leave",)
     site.apply(2, blue=100)
     assert site.observed().drift == ()
+
+
+def test_validate_options_with_unknown_lease_raises_user_error(site: ReplicaSite) -> None:
     with pytest.raises(UserError, match="lease"):
         site.provider.validate_options({**site.config.options, "lease": "stay"})
 

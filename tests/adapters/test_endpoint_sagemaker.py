@@ -303,7 +303,7 @@ def test_sagemaker_apply_with_autoscaling_updates_scalable_targets(site: Site) -
     assert targets() == []
 
 
-def test_sagemaker_apply_with_capture_and_kms_options_sends_them(site: Site) -> None:
+def test_sagemaker_apply_with_capture_kms_and_network_options_sends_them(site: Site) -> None:
     config = config_of(
         "captured",
         capture_percent=20,
@@ -327,7 +327,7 @@ def test_sagemaker_apply_with_capture_and_kms_options_sends_them(site: Site) -> 
     assert model["EnableNetworkIsolation"] is True
 
 
-def test_sagemaker_apply_to_endpoint_of_other_owner_raises_refused_error(site: Site) -> None:
+def test_sagemaker_endpoint_of_other_owner_is_protected_by_provider_and_policy(site: Site) -> None:
     import boto3
     from botocore.exceptions import ClientError
 

@@ -110,7 +110,7 @@ def test_sagemaker_validate_options_accepts_valid_values() -> None:
         SageMakerEndpoints().validate_options({**SETTINGS, **options})
 
 
-def test_sagemaker_capabilities_depend_on_strategy() -> None:
+def test_sagemaker_capabilities_depend_on_traffic_and_strategy() -> None:
     provider = SageMakerEndpoints()
     native = {"traffic": "native"}
     assert provider.capabilities(native) == {"split", "quantiles"}
@@ -134,7 +134,7 @@ def test_find_missing_credentials_with_environment_variable_returns_none(
 
 
 @given(some.text(min_size=1, max_size=80))
-def test_build_variant_name_of_any_deployment_is_valid(name: str) -> None:
+def test_build_variant_name_of_any_deployment_is_valid_and_keeps_valid_name(name: str) -> None:
     assert is_valid_name(build_variant_name(name))
     assert (build_variant_name(name) == name) == is_valid_name(name)
 
@@ -145,7 +145,7 @@ def wire() -> Wire:
 
 
 @given(endpoint=NAMES, cut=some.integers(min_value=0, max_value=100), guarded=some.booleans())
-def test_build_layout_of_any_state_conforms_to_service_model(
+def test_build_layout_of_any_state_conforms_to_service_model_and_is_recognized(
     wire: Wire, endpoint: str, cut: int, guarded: bool
 ) -> None:
     blue, green = fileless_deployment("v1"), fileless_deployment("v2")
@@ -209,7 +209,7 @@ def test_build_layout_with_all_options_sends_every_supported_field(wire: Wire) -
     assert sent == set(VARIANT_FIELDS) | DERIVED_VARIANT_FIELDS
 
 
-def test_build_layout_with_metric_interval_publishes_invocations_at_interval() -> None:
+def test_build_layout_with_short_metric_interval_sets_publish_frequency() -> None:
     state = state_of(fileless_deployment("v1"), v1=100)
     assert "MetricsConfig" in read_members()
     plain, frequent = (
@@ -242,7 +242,9 @@ def test_build_layout_with_other_weights_keeps_config_unless_image_changes(
     )
 
 
-def test_encode_variables_of_signed_deployment_fits_limits_and_is_read_back(tmp_path: Path) -> None:
+def test_encode_variables_of_signed_deployment_fits_limits_and_is_read_only_if_complete(
+    tmp_path: Path,
+) -> None:
     plain = scaling_deployment(tmp_path / "model", name="v1", version="1", scale=2.0)
     signature = EnvelopeSignature(keyid=digest_bytes(b"key"), sig="s" * 96)
     signed = replace(

@@ -120,6 +120,13 @@ def test_sagemaker_roll_back_changes_traffic_with_third_request(site: Site) -> N
     calls = list_calls(site, lambda: site.provider.roll_back(config, back, generation=2))
     assert calls[:3] == ["GET", "PUT", "UpdateEndpointWeightsAndCapacities"]
     assert count_changes(calls) == 1
+    assert site.invoke("third") == ("blue", 2.0)
+
+
+def test_sagemaker_roll_back_of_finished_or_older_generation_changes_nothing(site: Site) -> None:
+    config, back = config_of("finished"), site.state(blue=100, green=0)
+    site.apply(1, config, blue=90, green=10)
+    site.provider.roll_back(config, back, generation=2)
     for generation in (2, 3):
         calls = list_calls(
             site, partial(site.provider.roll_back, config, back, generation=generation)
@@ -131,7 +138,7 @@ def test_sagemaker_roll_back_changes_traffic_with_third_request(site: Site) -> N
     assert count_changes(calls) == 0
     with pytest.raises(ConflictError):
         site.provider.roll_back(config, site.state(green=100), generation=4)
-    assert site.invoke("third") == ("blue", 2.0)
+    assert site.invoke("finished") == ("blue", 2.0)
 
 
 def test_sagemaker_roll_back_overtaken_before_its_claim_changes_nothing(

@@ -107,7 +107,7 @@ def test_sagemaker_update_reverted_by_alarm_is_not_retried(
     assert site.invoke(alarmed.endpoint) == ("main", 2.0)
 
 
-def test_sagemaker_update_with_firing_alarm_is_refused_but_rollback_succeeds(
+def test_sagemaker_update_with_firing_alarm_is_refused_except_rollback_and_restoration(
     site: Site, alarmed: EndpointConfig
 ) -> None:
     sagemaker = site.client("sagemaker")
@@ -130,12 +130,17 @@ def test_sagemaker_update_with_firing_alarm_is_refused_but_rollback_succeeds(
     assert site.invoke(alarmed.endpoint) == ("main", 3.0)
 
 
-def test_sagemaker_update_after_failure_without_alarm_is_retried(
+def test_sagemaker_update_with_unknown_alarm_raises_not_found_error(
     site: Site, alarmed: EndpointConfig
 ) -> None:
     unknown = replace(alarmed, options={**alarmed.options, "alarms": ["nowhere"]})
     with pytest.raises(NotFoundError, match="does not have these alarms: nowhere"):
         site.apply(2, unknown, green=100)
+
+
+def test_sagemaker_update_after_failure_without_alarm_is_retried(
+    site: Site, alarmed: EndpointConfig
+) -> None:
     site.fake.behave(taken_back="no capacity")
     with pytest.raises(InfrastructureError, match="no capacity") as failed:
         site.apply(2, alarmed, green=100)

@@ -115,7 +115,7 @@ def test_export_of_xgboost_forest_raises_user_error(
     assert refused.value.remedy
 
 
-def test_sklearn_export_of_xgboost_model_raises_user_error_with_xgboost_exporter(
+def test_sklearn_export_of_xgboost_model_without_converter_raises_user_error_with_remedy(
     tmp_path: Path,
 ) -> None:
     import xgboost

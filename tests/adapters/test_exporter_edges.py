@@ -96,7 +96,7 @@ def test_export_with_wrong_setting_raises_user_error(
         ),
     ],
 )
-def test_export_of_unsupported_model_raises_user_error_with_cause(
+def test_export_of_unsuitable_model_raises_user_error_with_cause(
     exporter: Exporter, model: Callable[[], object], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=message):
@@ -107,11 +107,14 @@ def test_torch_reference_of_float32_only_module_in_float64_returns_none() -> Non
     exporter = TORCH
     assert exporter.reference(module("Single"), SAMPLES, "float64") is None
     assert exporter.reference(module("Single"), SAMPLES, "float32") is not None
+
+
+def test_torch_reference_of_float32_only_module_with_wrong_inputs_raises_value_error() -> None:
     with pytest.raises(ValueError, match="refuses these inputs"):
-        exporter.reference(module("Single"), {"x": X[:, :3]}, "float64")
+        TORCH.reference(module("Single"), {"x": X[:, :3]}, "float64")
 
 
-def test_torch_export_of_unsupported_branch_raises_user_error_and_prints_nothing(
+def test_torch_export_of_unsupported_branch_raises_one_line_user_error_and_prints_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(UserError, match="Could not guard on data-dependent expression") as caught:
@@ -120,7 +123,9 @@ def test_torch_export_of_unsupported_branch_raises_user_error_and_prints_nothing
     assert capfd.readouterr() == ("", "")
 
 
-def test_torch_export_of_branches_contains_no_stack_traces(tmp_path: Path) -> None:
+def test_torch_export_of_branches_equals_source_and_contains_no_stack_traces(
+    tmp_path: Path,
+) -> None:
     answers = export(TorchExporter(), module("Conditional"), tmp_path, dynamic={"x": {0: "batch"}})
     path = tmp_path / "model.onnx"
     model = read_structure(path)
@@ -208,7 +213,7 @@ def axes(values: Iterable[ValueInfoProto]) -> list[list[str | int]]:
     ],
     ids=["by default", "as the pipeline says", "inputs of two batches"],
 )
-def test_name_axes_of_outputs_uses_batch_axis_shared_by_inputs(
+def test_name_axes_names_axes_of_inputs_and_output_batch_that_inputs_share(
     dynamic: dict[str, dict[int, str]], inputs: list[list[str | int]], output: list[str | int]
 ) -> None:
     shapes: dict[str, list[str | int]] = {

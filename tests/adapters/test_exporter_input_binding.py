@@ -103,7 +103,7 @@ def test_bind_call_without_renaming_refuses_single_input_of_other_name() -> None
         bind_call(optional, ["image"], owner="it", ordered=True, renamed=False)
 
 
-def test_binding_by_parameter_with_variadic_parameter_returns_tuple() -> None:
+def test_binding_by_parameter_returns_values_by_parameter_name_and_variadic_tuple() -> None:
     values = {"a": 1, "z": 2}
     assert bind_call(variadic, ["z", "a"], owner="it", ordered=True).by_parameter(values) == {
         "tensors": (2, 1)

@@ -247,7 +247,7 @@ def request_of(samples: Tensors, path: Path, *, ordered: bool) -> ExportRequest:
 
 
 @pytest.mark.parametrize("name", all_models())
-def test_export_with_inputs_in_any_order_equals_source_called_by_name(
+def test_export_with_inputs_in_any_order_equals_source_or_raises_user_error_if_unnamed(
     name: str, tmp_path: Path
 ) -> None:
     case = (MODELS | HEAVY)[name]
@@ -361,7 +361,7 @@ def test_parity_of_exporter_with_wrong_binding_order_fails(tmp_path: Path) -> No
         ("AnyNames", ("user", "item"), "has no input 'user'.*Name each input as a parameter"),
     ],
 )
-def test_torch_export_with_inputs_unknown_to_forward_raises_user_error(
+def test_torch_export_with_missing_or_unknown_inputs_of_forward_raises_user_error(
     name: str, inputs: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
     model = getattr(importlib.import_module("tests.support.torch_modules"), name)()

@@ -219,7 +219,7 @@ def test_sklearn_export_of_scaled_forest_equals_source_where_its_precisions_agre
     assert (apart[unsure < 1e-6] < 1e-6).all()
 
 
-def test_sklearn_reference_in_float32_and_float64_differs_by_rounding() -> None:
+def test_sklearn_reference_in_float32_differs_from_float64_by_rounding_and_keeps_model() -> None:
     rows, labels = load("iris")
     pipeline = scaled(sk("linear_model.LogisticRegression")).fit(
         rows.astype(np.float64) * 1.1, labels
@@ -238,6 +238,10 @@ def test_sklearn_reference_of_unsupported_precision_returns_none() -> None:
     rows = {"x": data[:5].astype(np.float32)}
     assert SklearnExporter().reference(estimator, rows, "float32") is None
     assert SklearnExporter().reference(estimator, rows, "float64") is not None
+
+
+def test_sklearn_reference_of_rows_with_nan_raises_value_error() -> None:
+    estimator = sk("svm.SVR").fit(*bundled("diabetes"))
     with pytest.raises(ValueError, match="NaN"):
         SklearnExporter().reference(
             estimator, {"x": np.full((2, 10), np.nan, np.float32)}, "float64"
@@ -269,7 +273,9 @@ def test_sklearn_export_with_named_batch_axis_uses_name(tmp_path: Path) -> None:
     assert {spec.shape[0] for spec in found.outputs} == {"rows"}
 
 
-def test_sklearn_export_with_unsuitable_model_or_data_raises_user_error(tmp_path: Path) -> None:
+def test_sklearn_export_with_unsuitable_model_data_or_opset_raises_user_error(
+    tmp_path: Path,
+) -> None:
     rows, labels = load("iris")
     estimator = sk("linear_model.LogisticRegression", max_iter=500).fit(rows, labels)
     words = np.array([["good film"], ["bad food"]] * 75)

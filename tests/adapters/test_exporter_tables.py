@@ -58,7 +58,7 @@ def check_same(exporter: SklearnExporter, model: object, samples: Tensors, folde
         np.testing.assert_allclose(np.asarray(answers[name], np.float64), array, atol=1e-5)
 
 
-def test_export_of_mixed_columns_has_one_input_per_column(tmp_path: Path) -> None:
+def test_export_of_mixed_columns_equals_source_with_one_input_per_column(tmp_path: Path) -> None:
     model = pipeline(sk("linear_model.LogisticRegression")).fit(
         Dataset(inputs=COLUMNS).frame(), LABEL
     )
@@ -191,7 +191,9 @@ def test_export_of_multiclass_modified_huber_classifier_raises_user_error(tmp_pa
         SklearnExporter().export(model, request)
 
 
-def test_export_of_encoder_that_groups_unseen_categories_raises_user_error(tmp_path: Path) -> None:
+def test_export_of_encoder_raises_user_error_only_if_it_groups_unseen_categories(
+    tmp_path: Path,
+) -> None:
     samples = {"city": COLUMNS["city"]}
     request = ExportRequest(
         section=Export(framework="sklearn"), samples=samples, path=tmp_path / "model.onnx"

@@ -65,21 +65,23 @@ def test_torch_export_of_module_writes_one_file_without_stack_traces(
     assert b"site-packages" not in (tmp_path / "m.onnx").read_bytes()
 
 
+LEFT_AND_INDEX: Tensors = {"left": np.ones((5, 2), np.float32), "index": np.arange(5)}
+
+
 def test_torch_export_of_two_inputs_shares_batch_and_names_outputs(
     modules: Any, tmp_path: Path
 ) -> None:
     section = Export(framework="torch", dynamic={"left": {0: "batch"}, "index": {0: "batch"}})
-    feed: dict[str, np.ndarray[Any, Any]] = {
-        "left": np.ones((5, 2), np.float32),
-        "index": np.arange(5),
-    }
-    answers = export(modules.TwoInputs(), feed, tmp_path / "m.onnx", section)
+    answers = export(modules.TwoInputs(), LEFT_AND_INDEX, tmp_path / "m.onnx", section)
     np.testing.assert_array_equal(
         answers["sum"], 1 + np.arange(5, dtype=np.float32)[:, None].repeat(2, 1)
     )
     np.testing.assert_array_equal(answers["twice"], 2 * np.arange(5))
     assert {spec.shape[0] for spec in read_model_info(tmp_path / "m.onnx").inputs} == {"batch"}
-    double = reference(TorchExporter(), modules.TwoInputs(), feed, "float64")
+
+
+def test_torch_reference_in_float64_keeps_integer_outputs(modules: Any) -> None:
+    double = reference(TorchExporter(), modules.TwoInputs(), LEFT_AND_INDEX, "float64")
     assert {name: array.dtype for name, array in double.items()} == {
         "sum": np.float64,
         "twice": np.int64,
@@ -96,7 +98,7 @@ def test_torch_export_of_tuple_output_numbers_outputs(modules: Any, tmp_path: Pa
 @pytest.mark.parametrize(
     ("dynamic", "batch"), [({}, "batch"), ({"image": {}}, 2), ({"image": {0: "rows"}}, "rows")]
 )
-def test_torch_export_batch_axis_is_free_unless_pipeline_sets_it(
+def test_torch_export_batch_axis_follows_dynamic_setting_and_is_free_by_default(
     modules: Any, dynamic: dict[str, dict[int, str]], batch: int | str, tmp_path: Path
 ) -> None:
     section = Export(framework="torch", dynamic=dynamic)
@@ -243,7 +245,7 @@ def test_torch_export_with_translation_table_exports_custom_operator(
         ({"translations": "tests.support.torch_modules:NOWHERE"}, "has no NOWHERE"),
     ],
 )
-def test_torch_export_with_wrong_translation_table_raises_error(
+def test_torch_export_with_wrong_translations_option_raises_error(
     modules: Any, tmp_path: Path, options: dict[str, Json], message: str
 ) -> None:
     with pytest.raises(OnnxOpsError, match=message):

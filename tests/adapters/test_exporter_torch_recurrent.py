@@ -116,7 +116,7 @@ def test_torch_export_of_recurrent_layer_at_any_length_and_opset_equals_source(
         ("Unrolled", (), ("at 8", "`forward` of Unrolled", "for step in x.unbind(1):")),
     ],
 )
-def test_torch_export_of_module_with_fixed_length_raises_user_error_with_layer_and_line(
+def test_torch_export_of_fixed_length_module_raises_error_with_place_and_removes_hooks(
     modules: Any, kind: str, arguments: tuple[int, ...], parts: tuple[str, ...], tmp_path: Path
 ) -> None:
     module, trace = getattr(modules, kind)(*arguments), sys.gettrace()
@@ -142,7 +142,7 @@ def test_torch_export_of_unsupported_recurrent_layer_raises_user_error(
     assert what in caught.value.what
 
 
-def test_torch_export_of_two_inputs_with_same_length_shares_symbol(
+def test_torch_export_of_two_inputs_with_same_length_shares_symbol_and_equals_source(
     modules: Any, tmp_path: Path
 ) -> None:
     module = modules.Masked()

@@ -173,7 +173,9 @@ OTHERS: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("path", OTHERS)
-def test_export_of_unsupervised_estimator_equals_source(tmp_path: Path, path: str) -> None:
+def test_export_of_unsupervised_estimator_equals_source_in_output_names_and_values(
+    tmp_path: Path, path: str
+) -> None:
     options, outputs = OTHERS[path]
     model = scaled(sk(path, **options)).fit(Dataset(inputs=NUMBERS).frame())
     check_same(SklearnExporter(), model, NUMBERS, tmp_path)
@@ -187,7 +189,7 @@ def test_export_of_column_transformer_equals_source(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["clip", "nan", "raise"])
-def test_export_of_isotonic_regression_without_clip_raises_user_error(
+def test_export_of_isotonic_regression_accepts_only_clip_of_out_of_bounds_values(
     tmp_path: Path, method: str
 ) -> None:
     rows = {"age": NUMBERS["age"]}
@@ -261,7 +263,7 @@ def exp(values: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_export_of_unsupported_wrapper_raises_user_error_with_its_name(
+def test_export_of_unsupported_wrapper_or_step_raises_user_error_with_remedy(
     tmp_path: Path, name: str
 ) -> None:
     make, target, message = REFUSED[name]
@@ -282,7 +284,7 @@ def test_rewrite_model_leaves_trained_model_unchanged() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_interpolate_between_points_equals_linear_interpolation(count: int) -> None:
+def test_interpolate_between_and_beyond_points_equals_numpy_interp(count: int) -> None:
     places, values = np.arange(count) ** 2.0, np.arange(count)[::-1] * 1.5
     points = np.linspace(-1, count**2, 31)[:, None]
     answer = points

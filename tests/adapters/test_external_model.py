@@ -33,6 +33,11 @@ def test_user_model_at_local_path_is_used_in_place(
     write_perceptron(tmp_path / "mine.onnx")
     assert models.path("mine.onnx", tmp_path / "s") == tmp_path / "mine.onnx"
     assert models.digest("mine.onnx") == digest_model(tmp_path / "mine.onnx")
+
+
+def test_user_model_digest_of_missing_path_raises_not_found_error_with_remedy(
+    models: UserSuppliedModels,
+) -> None:
     with pytest.raises(NotFoundError, match="no such model") as missing:
         models.digest("other.onnx")
     assert "project's root" in missing.value.remedy
@@ -56,7 +61,7 @@ def test_user_model_digest_of_url_changes_with_content(
     memory.rm("/brought", recursive=True)
 
 
-def test_user_model_digest_of_file_changes_with_external_data(
+def test_user_model_digest_of_file_depends_on_external_data(
     models: UserSuppliedModels, tmp_path: Path
 ) -> None:
     write_external(tmp_path / "mine.onnx", "weights.bin")
@@ -102,7 +107,7 @@ def test_user_model_in_folder_includes_external_data(
     memory.rm("/brought", recursive=True)
 
 
-def test_user_model_that_is_missing_raises_error_without_secrets(
+def test_user_model_that_is_missing_or_unreachable_raises_error_without_secrets(
     models: UserSuppliedModels, tmp_path: Path
 ) -> None:
     with pytest.raises(NotFoundError, match="no such model"):
@@ -125,7 +130,7 @@ def test_user_model_digest_of_address_with_unknown_scheme_raises_user_error(
 @pytest.mark.filterwarnings(
     "ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"
 )
-def test_user_model_in_mlflow_is_fetched_by_number_or_alias(
+def test_user_model_in_mlflow_is_fetched_by_version_or_alias_or_raises_distinct_errors(
     models: UserSuppliedModels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import mlflow

@@ -79,7 +79,7 @@ def test_object_store_download_of_uploaded_file_returns_its_content(
     assert copy.read_bytes() == source.read_bytes()
 
 
-def test_object_store_download_of_missing_object_leaves_no_file(
+def test_object_store_download_of_missing_object_leaves_destination_unchanged(
     objects: ObjectStore, tmp_path: Path
 ) -> None:
     place = tmp_path / "below" / "copy"
@@ -128,7 +128,7 @@ def test_fsspec_objects_without_package_or_service_raise_distinct_errors(
     assert caught.value.where == "memory://x"
 
 
-def test_list_objects_below_prefix_returns_size_and_age(
+def test_list_objects_below_prefix_returns_names_sizes_and_times(
     objects: ObjectStore, tmp_path: Path
 ) -> None:
     assert objects.list_objects("a") == []
@@ -218,7 +218,7 @@ class TestStoreThatFails:
         assert not end.is_set()
 
 
-def test_exclusive_lock_while_holder_lives_raises_conflict_error(tmp_path: Path) -> None:
+def test_exclusive_lock_raises_conflict_error_only_while_holder_lives(tmp_path: Path) -> None:
     lock = tmp_path / "folder" / "apply.lock"
     with (
         run_lock_holder(lock),

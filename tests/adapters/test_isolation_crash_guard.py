@@ -79,7 +79,7 @@ def chatter() -> None:
     os.abort()
 
 
-def test_run_guarded_returns_result_or_raises_error_of_function() -> None:
+def test_run_guarded_returns_result_keeps_own_errors_and_wraps_others() -> None:
     assert run_guarded(double, 4) == 8
     with pytest.raises(UserError, match="no") as refused:
         run_guarded(refuse)
@@ -108,7 +108,9 @@ def test_run_guarded_with_concurrent_crashes_reports_each_exit_code() -> None:
         (leave, "ended with exit code 7"),
     ],
 )
-def test_run_guarded_after_crash_reports_signal_and_output(work: object, how: str) -> None:
+def test_run_guarded_after_crash_reports_signal_or_exit_code_and_output(
+    work: object, how: str
+) -> None:
     with pytest.raises(ProcessCrashError, match=how) as crash:
         run_guarded(work)  # type: ignore[arg-type]
     if work is segfault:
@@ -147,7 +149,7 @@ def test_limit_memory_keeps_lower_limit_of_administrator(children_too: bool) -> 
     assert output.split() == [b"2000000000"] * 2
 
 
-def test_run_guarded_after_crash_with_much_output_reports_its_end() -> None:
+def test_run_guarded_after_crash_with_much_output_shortens_it_and_reports_its_size() -> None:
     with pytest.raises(ProcessCrashError) as crash:
         run_guarded(chatter)
     assert "24 MB of output" in crash.value.output
@@ -155,7 +157,7 @@ def test_run_guarded_after_crash_with_much_output_reports_its_end() -> None:
 
 
 def write_endless(path: Path) -> None:
-    """Write a model that computes `y = x` after 2^62 iterations."""
+    """Write a model that doubles its input 2^62 times."""
     body = """round (int64 count, bool condition, float[batch] before) => (bool again, float[batch] after)
         { again = Identity(condition) after = Add(before, before) }"""  # noqa: E501
     write_graph(
@@ -180,15 +182,19 @@ def test_guarded_runtime_returns_same_outputs_as_plain_runtime(file: Path) -> No
     assert isinstance(shield, GuardedRuntime)
     for one, other in zip(plain.run(file, CPU, feeds), shield.run(file, CPU, feeds), strict=True):
         np.testing.assert_array_equal(one["scores"], other["scores"])
+
+
+def test_guard_runtime_of_guarded_runtime_returns_it() -> None:
+    shield = guard_runtime(OnnxRuntime(), 60)
     assert guard_runtime(shield) is shield
 
 
 TRANSPOSED = """(float[batch, 4, 8] x) => (float[rows, columns, 8] y) {
     half = Cast<to = 10>(x) turned = Transpose<perm = [1, 0, 2]>(half)
     product = MatMul(turned, weight) y = Cast<to = 1>(product) }"""
-"""A transposed output: float16 behind it ends ONNX Runtime 1.31 on a CPU.
+"""A product of float16 matrices after a transposition.
 
-It ends when the session is built.
+It crashes ONNX Runtime 1.31 on a CPU while the session is built.
 """
 
 

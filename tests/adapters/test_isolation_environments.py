@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 import zipfile
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from onnx_ops.adapters.isolation.environments import (
 )
 from onnx_ops.adapters.isolation.process import build_clean_environ
 from onnx_ops.domain.execution import Environment
+from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import MeasurementError, NotFoundError, StageError, UserError
 from tests.adapters.runtime_places import require
 from tests.support.processes import until
@@ -159,11 +161,20 @@ PythonEnvironments(folder=Path({str(tmp_path / "e")!r}), base=()).python(Environ
 
 
 def test_python_environment_requested_concurrently_is_created_once(
-    environments: PythonEnvironments, tmp_path: Path
+    environments: PythonEnvironments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    created: list[Path] = []
+    make = PythonEnvironments._make
+
+    def count(self: PythonEnvironments, place: Path, wanted: Environment) -> Mapping[str, Json]:
+        created.append(place)
+        return make(self, place, wanted)
+
+    monkeypatch.setattr(PythonEnvironments, "_make", count)
     wanted = Environment(requirements=(str(wheel(tmp_path)),))
     with ThreadPoolExecutor(3) as pool:
         (python,) = set(pool.map(environments.python, [wanted] * 3))
+    assert created == [environments.place(wanted)]
     assert say(python, VERSION) == "1.0"
 
 
@@ -176,6 +187,9 @@ def test_python_environment_place_depends_on_requirements_and_python(tmp_path: P
     assert len(places) == 4
     assert environments.place(Environment(requirements=("a", "b"))) in places
     assert environments.place(Environment(requirements=("b", "a"))) in places
+
+
+def test_base_requirements_of_environments_pin_codec_packages() -> None:
     assert all("==" in pin for pin in BASE[:2])
 
 
@@ -193,7 +207,7 @@ def test_python_environment_with_missing_package_raises_stage_error_with_output(
 
 
 @pytest.mark.parametrize("requirement", ["--no-deps", "-e .", " "])
-def test_python_environment_with_installer_option_raises_user_error(
+def test_python_environment_with_invalid_requirement_raises_user_error(
     tmp_path: Path, requirement: str
 ) -> None:
     with pytest.raises(UserError, match="not a valid requirement"):
@@ -217,7 +231,7 @@ def packages(tmp_path: Path) -> NpmPackages:
     return NpmPackages(folder=tmp_path / "environments")
 
 
-def test_npm_packages_after_installation_are_reused_without_npm(
+def test_npm_packages_after_installation_are_reused_without_npm_unless_unfinished(
     packages: NpmPackages, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     place = packages.installed((SMALL,))

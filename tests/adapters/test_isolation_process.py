@@ -148,7 +148,7 @@ def request(path: Path, do: str) -> ExportRequest:
     )
 
 
-def test_isolated_exporter_in_own_process_trains_and_exports_model(
+def test_isolated_exporter_trains_exports_saves_and_computes_references_of_model(
     exporter: IsolatedExporter, tmp_path: Path
 ) -> None:
     assert isinstance(exporter, TrainingExporter)
@@ -177,7 +177,7 @@ def test_isolated_exporter_in_own_process_trains_and_exports_model(
     ("do", "how"),
     [("segfault", "signal SIGSEGV"), ("abort", "signal SIGABRT"), ("leave", "exit code 3")],
 )
-def test_isolated_exporter_after_crash_reports_signal_and_output(
+def test_isolated_exporter_after_crash_reports_signal_or_exit_code_and_output(
     exporter: IsolatedExporter, tmp_path: Path, do: str, how: str
 ) -> None:
     with pytest.raises(StageError, match=f"ended with {how} before it could export") as failure:
@@ -221,7 +221,7 @@ def test_isolated_exporter_above_memory_limit_raises_stage_error(tmp_path: Path)
     assert "env.memory" in failure.value.remedy
 
 
-def test_isolated_exporter_with_much_output_limits_memory(
+def test_isolated_exporter_with_much_output_limits_memory_and_length_of_report(
     exporter: IsolatedExporter, tmp_path: Path
 ) -> None:
     model = load(exporter, tmp_path / "m")

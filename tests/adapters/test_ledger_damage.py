@@ -254,7 +254,7 @@ def read_state(storage: Storage) -> ReleaseState | CorruptStateError:
 
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
-def test_read_of_damaged_ledger_raises_corrupt_state_error(
+def test_read_of_damaged_ledger_raises_error_and_read_intact_returns_first_entries(
     tmp_path: Path, damage: Callable[[Storage], None]
 ) -> None:
     storage = Storage(tmp_path)
@@ -267,7 +267,7 @@ def test_read_of_damaged_ledger_raises_corrupt_state_error(
 
 
 @pytest.mark.parametrize("damage", REWINDS, ids=lambda damage: damage.__name__)
-def test_state_of_rewound_ledger_seen_before_raises_corrupt_state_error(
+def test_state_of_rewound_ledger_raises_corrupt_state_error_until_seen_record_is_deleted(
     tmp_path: Path, damage: Callable[[Storage], None]
 ) -> None:
     storage = Storage(tmp_path)
@@ -304,7 +304,7 @@ def test_ledger_state_with_damaged_record_of_seen_head_ignores_that_record(tmp_p
 def test_decode_of_entry_under_other_name_raises_corrupt_state_error(
     tmp_path: Path, endpoint: str, sequence: int
 ) -> None:
-    """The chain detects most exchanged entries too; a single object shows its own name."""
+    """The chain also detects most exchanged entries; this check needs no other entry."""
     from onnx_ops.adapters.ledgers.chain import decode
 
     data = Storage(tmp_path).path(LENGTH).read_bytes()

@@ -105,7 +105,7 @@ def test_ledger_read_with_foreign_files_ignores_them(written: tuple[ObjectLedger
 
 
 class Counted(FsspecObjects):
-    """Objects that count their calls."""
+    """Objects that count the calls which read or list them."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -146,7 +146,7 @@ def kept(tmp_path: Path) -> tuple[ReleaseState, Path]:
 @pytest.mark.parametrize(
     "content", ["torn", "another fold", "another state", "gone", "of a longer ledger"]
 )
-def test_ledger_state_with_mismatched_snapshot_ignores_that_snapshot(
+def test_ledger_state_with_unusable_snapshot_is_computed_from_entries(
     kept: tuple[ReleaseState, Path], content: str
 ) -> None:
     state, folder = kept

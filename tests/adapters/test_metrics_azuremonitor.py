@@ -90,12 +90,16 @@ def test_azure_monitor_read_after_midnight_starts_new_origin(
     )
 
 
+def test_azure_monitor_metrics_support_only_quantiles(cloud: AzureCloud, clock: FakeClock) -> None:
+    source, config = AzureMonitorMetrics({}, clock), config_of(cloud)
+    assert source.capabilities() == {"quantiles"}
+    assert source.latencies(config, "v1") is None
+
+
 def test_azure_monitor_read_with_fault_or_wrong_options_raises_error(
     cloud: AzureCloud, clock: FakeClock
 ) -> None:
     source, config = AzureMonitorMetrics({}, clock), config_of(cloud)
-    assert source.capabilities() == {"quantiles"}
-    assert source.latencies(config, "v1") is None
     cloud.fault_rule = lambda *_: FaultRule(fault="throttle")
     with pytest.raises(ServiceUnavailableError):
         source.read(config, {"v1": None})

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.services
 BOTH = {"blue": None, "green": None}
 
 
-def test_cloudwatch_read_returns_counts_of_complete_minutes(site: Site) -> None:
+def test_cloudwatch_read_returns_counts_of_complete_minutes_since_last_change(site: Site) -> None:
     from botocore.exceptions import ClientError
 
     config = config_of("counted")

@@ -201,7 +201,7 @@ def test_prometheus_read_of_two_instances_returns_time_of_oldest_scrape(older: s
         )
 
 
-def test_prometheus_latencies_of_scraped_histogram_fix_thresholds(
+def test_prometheus_latencies_give_thresholds_at_which_read_counts_exceedances(
     scraped: Scraped, source: PrometheusMetrics
 ) -> None:
     assert source.latencies(CONFIG, "v9") is None
@@ -227,7 +227,7 @@ def test_prometheus_read_with_threshold_between_buckets_counts_no_exceedances_fo
     assert (tally.over_p50, tally.over_p99) == (None, 0)
 
 
-def test_prometheus_read_with_renamed_labels_uses_label_options(
+def test_prometheus_read_with_renamed_labels_uses_label_and_select_options(
     scraped: Scraped, inbox: WebhookSink
 ) -> None:
     scraped.renamed = {"endpoint": "exported_endpoint", "deployment": "release", "status": "code"}
@@ -327,6 +327,12 @@ def test_prometheus_read_with_token_sends_authorization_header(
     monkeypatch.setenv("ONNX_OPS_PROMETHEUS_TOKEN", "hidden")
     source.read(CONFIG, {"v1": None})
     assert scraped.requests[-1].headers["authorization"] == "Bearer hidden"
+
+
+def test_prometheus_read_with_token_over_http_raises_user_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ONNX_OPS_PROMETHEUS_TOKEN", "hidden")
     with pytest.raises(UserError, match="https"):
         PrometheusMetrics({"url": "http://prometheus.example"}).read(CONFIG, {"v1": None})
 

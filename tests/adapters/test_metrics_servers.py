@@ -133,7 +133,9 @@ def count_units(reading: MetricsReading) -> int:
     )
 
 
-def test_several_servers_read_with_common_user_counts_one_unit(servers: list[ServerFamily]) -> None:
+def test_several_servers_read_counts_common_user_once_and_refuses_repeated_server(
+    servers: list[ServerFamily],
+) -> None:
     source = source_of(servers)
     begin_counting(source)
     for turn in range(12):
@@ -155,7 +157,7 @@ def test_several_servers_read_with_common_user_counts_one_unit(servers: list[Ser
         )
 
 
-def test_several_servers_read_with_unusable_server_raises_service_unavailable_error(
+def test_several_servers_read_with_unusable_server_or_token_raises_service_unavailable_error(
     servers: list[ServerFamily], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = source_of(servers)

@@ -63,9 +63,9 @@ def request_for(source: Path, **options: object) -> OptimizeRequest:
 
 
 def write_untidy(path: Path) -> None:
-    """Write `y = x * 2 + 1` on (batch, length, 4) as a graph with superfluous nodes.
+    """Write `y = 2 * x * (a + b)` on (batch, length, 4) with superfluous nodes.
 
-    They are identities, a duplicated subgraph, and sums of constants.
+    They are identities, a cast, a duplicated product, and a sum of constants.
     """
     draw = np.random.default_rng(0)
     weights = {name: draw.standard_normal(4).astype(np.float32) for name in ("a", "b", "unused")}
@@ -122,7 +122,7 @@ def test_graph_pass_on_custom_operators_leaves_them_unchanged(
     ]
 
 
-def test_graph_pass_with_selected_passes_applies_only_them(tmp_path: Path) -> None:
+def test_graph_pass_with_passes_or_skip_option_applies_only_chosen_passes(tmp_path: Path) -> None:
     request = request_for(tmp_path / "untidy.onnx", passes=["eliminate_identity"])
     write_untidy(request.source)
     PassOptimizer().optimize(request)
@@ -141,7 +141,7 @@ def test_graph_pass_with_selected_passes_applies_only_them(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("tool", "option"), [(PassOptimizer, "passes"), (SlimOptimizer, "skip")])
-def test_graph_pass_with_unknown_name_raises_user_error(
+def test_graph_pass_with_unknown_pass_or_option_raises_user_error(
     tool: type[Optimizer], option: str, file: Path
 ) -> None:
     with pytest.raises(UserError, match="no pass is called 'fuze'") as refused:

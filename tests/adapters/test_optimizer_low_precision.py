@@ -95,7 +95,7 @@ def test_graph_optimizer_with_level_all_for_mixed_machines_raises_user_error(
     GraphOptimizer().optimize(with_options(mixed, level="extended"))
 
 
-def test_static_quantizer_of_fused_graph_raises_stage_error(
+def test_quantizer_of_fused_graph_succeeds_if_dynamic_and_raises_stage_error_if_static(
     perceptron: OptimizeRequest, tmp_path: Path
 ) -> None:
     """Calibration fails for a graph with contrib operators.

@@ -213,8 +213,15 @@ def test_fetch_and_load_of_model_zoo_archive_return_model_rows_and_labels(
     assert sample is not None
     assert sample.whole
     assert source.fingerprint(plain, tmp_path) == pinned.digest(place)
+
+
+def test_load_of_model_zoo_archive_with_unknown_label_raises_user_error(
+    web: WebFiles, tmp_path: Path
+) -> None:
+    web.files["mlp.zip"] = _pack_zip(_model_zoo_files(tmp_path)[0])
+    source = FileSource().with_folders(tmp_path / "environments", tmp_path)
     with pytest.raises(UserError, match="has no output 'other'"):
-        source.load(FileData(file=place, label="other"), tmp_path)
+        source.load(FileData(file=web.address("mlp.zip"), label="other"), tmp_path)
 
 
 def test_fetch_of_invalid_archive_raises_user_error_or_skips_paths_outside_target(

@@ -533,7 +533,7 @@ def test_published_input_example_is_readable_by_mlflow(
     assert model.get_serving_input(folder) == '{"inputs": {"x": [[1.0, 2.0]]}}'
 
 
-def test_publish_stores_evidence_in_run_of_variant(
+def test_publish_stores_evidence_and_lineage_in_run_of_variant(
     registry: MlflowRegistry, tmp_path: Path
 ) -> None:
     version, client = publish(registry, tmp_path, "evident").version, client_of(registry)

@@ -28,7 +28,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 def write_table(path: Path, size_bytes: int) -> Path:
-    """Write `y = table + x`, whose weight has `size_bytes` and which computes little."""
+    """Write `y = table[x]`: its weight has `size_bytes`, and it computes little."""
     table = np.random.default_rng(0).random(size_bytes // 4, dtype=np.float32)
     return write_graph(path, "(int64[n] x) => (float[n] y) { y = Gather(table, x) }", table=table)
 
@@ -76,7 +76,7 @@ def measure_child(folder: Path, monkeypatch: pytest.MonkeyPatch, module: str) ->
         ("print('{\"load_ns\": 1}')\nraise SystemExit(3)", "exit code 3"),
     ],
 )
-def test_cold_start_with_failed_process_raises_measurement_error(
+def test_cold_start_with_failed_process_or_invalid_answer_raises_measurement_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, expected: str
 ) -> None:
     with pytest.raises(MeasurementError, match=expected) as caught:
@@ -99,7 +99,7 @@ def test_cold_start_with_invalid_session_setting_raises_measurement_error(file: 
         cold_start.measure_start(file, target, rows(1), 1)
 
 
-def test_starts_of_two_models_returns_columns_in_given_order_and_alternates_first_start(
+def test_starts_of_two_models_returns_columns_in_given_order_and_varies_first_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from onnx_ops.adapters.runtimes import onnxruntime as adapter

@@ -60,7 +60,7 @@ class TestIsolatedRuntime(RuntimeSuite):
     target = fixed(APART)
 
 
-def test_isolated_runtime_returns_same_outputs_as_current_process(
+def test_isolated_runtime_returns_same_outputs_as_current_process_and_graph_and_facts(
     runtime: TargetedRuntime, file: Path, tmp_path: Path
 ) -> None:
     batches = (rows(1), rows(0), rows(9, seed=2))
@@ -128,11 +128,22 @@ def test_targeted_runtime_runs_each_target_in_its_environment(tmp_path: Path, fi
     assert runtime.fingerprint(here) == OnnxRuntime().fingerprint(here)
     assert runtime.fingerprint(APART).runtime_version == "1.31.1 (onnxruntime)"
     assert runtime.run(file, replace(APART, env=Environment(isolated=False)), (rows(1),))
+
+
+def test_targeted_runtime_with_uninstallable_requirements_raises_user_error(
+    tmp_path: Path, file: Path
+) -> None:
+    runtime = TargetedRuntime().with_environments(tmp_path)
     with pytest.raises(UserError, match="installs nothing"):
         runtime.run(file, replace(APART, env=replace(PINNED, isolated=False)), (rows(1),))
     with pytest.raises(UserError, match="no folder"):
         TargetedRuntime().run(file, APART, (rows(1),))
-    safe = guard_runtime(runtime)
+
+
+def test_guard_runtime_of_targeted_runtime_guards_current_process_and_keeps_folder(
+    tmp_path: Path,
+) -> None:
+    safe = guard_runtime(TargetedRuntime().with_environments(tmp_path))
     assert isinstance(safe, TargetedRuntime)
     assert type(safe.here) is GuardedRuntime
     assert safe.folder == tmp_path

@@ -107,7 +107,7 @@ class TestNodeWasm(RuntimeSuite):
     def test_runtime_with_invalid_file_or_feed_raises_measurement_error(
         self, runtime: Runtime, target: Target, file: Path, tmp_path: Path
     ) -> None:
-        """The tests of each commit use the provider `cpu` of Node only; this test adds `wasm`."""
+        """The tests of each commit use only `cpu` in Node; this test adds `wasm`."""
         super().test_runtime_with_invalid_file_or_feed_raises_measurement_error(
             runtime, target, file, tmp_path
         )

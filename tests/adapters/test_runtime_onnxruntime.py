@@ -164,7 +164,7 @@ def test_onnxruntime_benchmark_builds_sessions_each_round_in_seeded_order(
 def test_onnxruntime_benchmark_of_two_models_keeps_their_order_in_axis_2(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A fake clock distinguishes the models: it sets the time of the candidate's runs."""
+    """A fake clock distinguishes the models by the times of their runs."""
     for name in ("baseline", "candidate"):
         write_perceptron(tmp_path / f"{name}.onnx")
     times = {"baseline.onnx": 10, "candidate.onnx": 20}
@@ -232,7 +232,7 @@ def test_run_load_window_answers_each_request_once(concurrency: int, requests: i
 def test_run_load_window_keeps_requested_concurrency() -> None:
     """Each call waits until enough others run at the same time.
 
-    With fewer threads, the test would never finish.
+    With fewer threads, the barrier breaks after 30 s.
     """
     together = threading.Barrier(4)
     with ThreadPoolExecutor(4) as pool:

@@ -79,7 +79,9 @@ def test_guarded_runtime_with_ort_format_returns_outputs(file: Path) -> None:
     assert answer["scores"].shape[0] == 2
 
 
-def test_write_package_lists_operators_without_local_paths(file: Path, tmp_path: Path) -> None:
+def test_write_package_lists_operators_and_usability_without_local_paths(
+    file: Path, tmp_path: Path
+) -> None:
     runtime = OnnxRuntime()
     folders = [tmp_path / name for name in ("first", "second")]
     for folder in folders:

@@ -124,7 +124,7 @@ def test_create_key_restricts_mode_of_private_file(signer: EcdsaSigner, tmp_path
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o644, 0o610])
-def test_read_key_readable_by_others_raises_refused_error(
+def test_read_or_create_key_with_permissions_for_others_raises_refused_error(
     signer: EcdsaSigner, tmp_path: Path, mode: int
 ) -> None:
     path = tmp_path / "keys" / "signing.pem"

@@ -33,7 +33,7 @@ RECORD = b"entry 1"
 
 
 def require_verifiable(signer: Signer, folder: Path) -> None:
-    """Assert that the public key verifies the signature of this record, and of no other."""
+    """Assert that the public key verifies the signature for its record only."""
     folder.mkdir(exist_ok=True)
     (folder / "remote.pub.pem").write_bytes(signer.public_pem())
     trusted = TrustedKeys(folder)

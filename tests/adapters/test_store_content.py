@@ -284,7 +284,7 @@ def test_store_collection_after_kill_is_completed_by_next_run(tmp_path: Path) ->
     assert_every_result_is_whole_or_none(tmp_path, all_there=True)
 
 
-def test_store_contents_lists_temporary_files_without_digest(tmp_path: Path) -> None:
+def test_store_contents_lists_temporary_files_that_forget_deletes(tmp_path: Path) -> None:
     store = ContentStore(LocalObjects(tmp_path), tmp_path)
     digest = store.put_bytes(CONTENT)
     store.record(digest, Manifest(files={"file": digest}))
@@ -337,7 +337,7 @@ def test_model_folders_admit_removes_old_temporary_folders(tmp_path: Path, model
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES])
-def test_store_on_unusable_disk_raises_storage_error(
+def test_store_and_model_folders_on_unusable_disk_raise_storage_error(
     tmp_path: Path, model: Path, number: int
 ) -> None:
     folders, store = (

@@ -109,7 +109,9 @@ def test_webhook_receiver_metrics_are_served_unless_ledger_fails(listening: List
     assert listening.woken == []
 
 
-def test_webhook_receiver_with_repeated_delivery_calls_wake_once(listening: Listening) -> None:
+def test_webhook_receiver_with_repeated_delivery_calls_wake_once_for_each_id(
+    listening: Listening,
+) -> None:
     assert [listening.send(), listening.send(), listening.send(delivery="d-2")] == [204, 204, 204]
     assert listening.woken == ["digits", "digits"]
 
@@ -274,6 +276,11 @@ def test_make_secret_writes_private_file_once(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     assert make_secret(path, {}) == read_secret(path, {}) == secret
     assert [entry.name for entry in path.parent.iterdir()] == ["webhook.secret"]
+
+
+def test_read_secret_with_variable_and_file_returns_variable(tmp_path: Path) -> None:
+    path = tmp_path / "webhook.secret"
+    make_secret(path, {})
     assert read_secret(path, {VARIABLE: "from the environment"}) == "from the environment"
 
 

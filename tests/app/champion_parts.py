@@ -1,6 +1,6 @@
 """A champion over fakes, with everything that its decision is based on.
 
-Tests of the watch over champions use it.
+Tests of the recheck of champions use it.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class ChampionScene:
         )
         self.inputs = {"export": Manifest(files={"model.onnx": store.put_bytes(b"export")})}
         self.key = digest_bytes(b"key")
-        # Stores of earlier scenes may share their memory with this store, so each scene stores
-        # evidence with another digest.
+        # Each scene stores evidence with another digest, so that it never finds the benchmark of
+        # another scene.
         self.evidence = store.put_bytes(
             codec.dumps(replace(INT8, conditions={"scene": str(next(_COUNT))}))
         )

@@ -40,7 +40,7 @@ FOREIGN = MetricsConfig(
         "wrong options",
     ],
 )
-def test_list_capabilities_with_metrics_source_omits_those_that_source_lacks(
+def test_list_capabilities_of_local_endpoint_omits_those_that_usable_metrics_source_lacks(
     tmp_path: Path, metrics: MetricsConfig | None, able: set[str]
 ) -> None:
     entry = Deploy(endpoint="digits", target="cpu", metrics=metrics)

@@ -100,7 +100,7 @@ def test_changed_since_commit_lists_changed_new_and_deleted_files(tmp_path: Path
 
 def test_affected_of_target_includes_shared_and_own_definition(project: Project) -> None:
     assert touched(project, SHARED) == (SHARED,)
-    # The project's own file does not exist, so the shared file is used.
+    # The project's own file does not exist, but would override the shared file.
     assert touched(project, OWN) == (OWN,)
     assert touched(project, "fleet/other.yaml") == ()
 

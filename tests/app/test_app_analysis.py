@@ -223,7 +223,7 @@ def test_observe_of_canary_without_traffic_waits(site: AnalysisSite) -> None:
     assert state.left_out_reason == "the traffic of the canary began within the interval"
 
 
-def test_observe_with_stale_counts_reports_missing_scrape(site: AnalysisSite) -> None:
+def test_observe_with_stale_counts_reports_their_age(site: AnalysisSite) -> None:
     assert site.serve_traffic(5, **SAME).verdict.verdict == "pass"
     site.clock.advance(400)
     result = site.observe()
@@ -299,7 +299,7 @@ def test_observe_of_worse_canary_with_failing_write_of_state_fails_and_never_pas
     assert results[-1].verdict.verdict == "fail"
 
 
-def test_observe_with_unreadable_state_is_inconclusive(site: AnalysisSite) -> None:
+def test_observe_with_unreadable_or_missing_state_entry_is_inconclusive(site: AnalysisSite) -> None:
     site.serve_traffic(5, **SAME)
     (site.folder / "state" / KEY.folder / "00000003.json").write_bytes(b"{")
     result = site.observe(site.restart())
@@ -346,7 +346,9 @@ def make_counts(
     )
 
 
-def test_add_counts_of_same_interval_twice_records_it_once(site: AnalysisSite) -> None:
+def test_add_counts_of_same_interval_twice_records_it_once_and_refuses_other_counts(
+    site: AnalysisSite,
+) -> None:
     start_posted(site)
     for _ in range(2):
         result = site.service.add_counts(POSTED, make_counts((60, 0), "one"))
@@ -356,7 +358,7 @@ def test_add_counts_of_same_interval_twice_records_it_once(site: AnalysisSite) -
         site.service.add_counts(POSTED, make_counts((61, 0), "two"))
 
 
-def test_add_counts_of_cumulative_counts_records_difference_from_previous_counts(
+def test_add_counts_of_cumulative_counts_records_difference_and_refuses_future_counts(
     site: AnalysisSite,
 ) -> None:
     result = start_posted(site)
@@ -414,7 +416,7 @@ def test_open_traffic_without_counts_of_stable_returns_false(site: AnalysisSite)
     assert not site.service.open_traffic(site.observe())
 
 
-def test_observe_after_many_intervals_restores_state_with_or_without_checkpoint(
+def test_observe_after_restart_restores_many_intervals_with_valid_or_damaged_checkpoint(
     site: AnalysisSite,
 ) -> None:
     state = site.serve_traffic(150, **SAME).state
@@ -425,7 +427,7 @@ def test_observe_after_many_intervals_restores_state_with_or_without_checkpoint(
     assert site.observe(site.restart()).state == state
 
 
-def test_start_with_failing_store_raises_its_error(
+def test_start_with_failing_store_raises_error_and_observe_returns_its_reason(
     site: AnalysisSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(self: LocalObjects, name: str) -> bytes:

@@ -144,7 +144,9 @@ def test_flagger_with_hostile_payload_gets_400(
     assert call(client, hook, **changes) == 400
 
 
-def test_flagger_with_unknown_webhook_or_analysis_gets_404(client: AnalysisClient) -> None:
+def test_flagger_request_with_unknown_webhook_analysis_or_method_gets_404_or_405(
+    client: AnalysisClient,
+) -> None:
     assert call(client, "load-test") == 404
     for hook in FLAGGER_HOOKS:
         answer = client.send("POST", f"/v1/flagger/none/{hook}", make_payload())

@@ -194,14 +194,21 @@ def test_read_analysis_token_returns_token_of_environment_or_private_file(tmp_pa
     path = tmp_path / "token"
     assert read_analysis_token(None, {}) == ""
     assert read_analysis_token(path, {VARIABLE: TOKEN}) == TOKEN
+    path.write_text(f"{TOKEN}\n")
+    path.chmod(0o600)
+    assert read_analysis_token(path, {}) == TOKEN
+
+
+def test_read_analysis_token_of_missing_or_public_file_or_short_token_raises_error(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "token"
     with pytest.raises(NotFoundError):
         read_analysis_token(path, {})
     path.write_text(f"{TOKEN}\n")
     path.chmod(0o644)
     with pytest.raises(RefusedError):
         read_analysis_token(path, {})
-    path.chmod(0o600)
-    assert read_analysis_token(path, {}) == TOKEN
     with pytest.raises(UserError, match="fewer than 16"):
         read_analysis_token(None, {VARIABLE: ""})
 

@@ -50,7 +50,7 @@ def read_anew(site: AnalysisSite) -> AnalysisState:
 def interrupt(
     monkeypatch: pytest.MonkeyPatch, change: int, act: Callable[[], None], *, after: bool
 ) -> list[int]:
-    """Run `act` at the change with this number of stored objects; return the count of changes."""
+    """Run `act` at change number `change` of objects; return a live count of changes."""
     calls = [0]
 
     def wrap(name: str) -> None:
@@ -94,14 +94,16 @@ def test_deleted_rollout_is_inconclusive_and_starts_again(site: AnalysisSite) ->
     site.pass_time(KEEP + 60)
     site.service.delete_old()
     shown = site.restart().show(KEY).verdict
-    reason = "the rollout was deleted, 30 days after its last counts"
+    reason = "the rollout was deleted: nothing was recorded for more than 30 days"
     assert (shown.verdict, shown.reason) == ("inconclusive", reason)
     assert site.observe().verdict.verdict == "inconclusive"
     assert site.serve_traffic(5, **SAME).verdict.verdict == "pass"
     assert read_anew(site) == site.observe(site.restart()).state
 
 
-def test_show_of_rollout_without_objects_raises_not_found_error(site: AnalysisSite) -> None:
+def test_show_of_rollout_without_objects_raises_not_found_error_and_observe_starts_it_again(
+    site: AnalysisSite,
+) -> None:
     site.serve_traffic(5, **SAME)
     for _ in range(2):
         site.pass_time(KEEP + 60)

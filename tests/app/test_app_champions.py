@@ -94,7 +94,9 @@ def test_measure_again_without_valid_decision_returns_error_verdict(
     assert scene.asked == []
 
 
-def test_list_champions_with_names_selects_pipelines_or_models(tmp_path: Path) -> None:
+def test_list_champions_with_names_selects_pipelines_or_models_and_rejects_unknown_name(
+    tmp_path: Path,
+) -> None:
     scene = ChampionScene(tmp_path).remembered()
     assert (
         len(list_champions(scene.context, ("p",)))
@@ -134,7 +136,7 @@ def test_compute_recheck_exit_code_of_verdicts_returns_worst_code(
     )
 
 
-def test_build_recheck_notification_names_champion_and_changes(tmp_path: Path) -> None:
+def test_build_recheck_notification_names_champion_changes_and_command(tmp_path: Path) -> None:
     found = looked(ChampionScene(tmp_path, now=(SLOWER,)).remembered())
     notice = build_recheck_notification(found, at=5.0, actor="me")
     assert (notice.what, notice.title) == (
@@ -143,7 +145,11 @@ def test_build_recheck_notification_names_champion_and_changes(tmp_path: Path) -
     )
     assert "changed since: runtime" in notice.why
     assert notice.commands["Measure again"] == "onnx-ops recheck p"
-    event = build_event(notice)
+
+
+def test_build_event_of_failed_recheck_names_model_and_has_no_key(tmp_path: Path) -> None:
+    found = looked(ChampionScene(tmp_path, now=(SLOWER,)).remembered())
+    event = build_event(build_recheck_notification(found, at=5.0, actor="me"))
     assert (event.event, event.resource) == (
         "onnx-ops.champion.recheck-failed",
         f"onnx-ops.model.{MODEL}",

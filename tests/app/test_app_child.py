@@ -1,6 +1,6 @@
 """Stages in separate processes.
 
-The tests cover results, errors, crashes, time-outs, and the death of parents.
+The tests cover results, errors, crashes, time-outs, and parents that are killed.
 """
 
 from __future__ import annotations
@@ -190,7 +190,9 @@ def test_run_in_subprocess_above_memory_limit_raises_stage_error(project: Settin
     assert "`memory`" in caught.value.remedy
 
 
-def test_run_in_subprocess_with_much_output_keeps_its_end(project: Settings, scratch: Path) -> None:
+def test_run_in_subprocess_with_much_output_shortens_it_and_reports_its_size(
+    project: Settings, scratch: Path
+) -> None:
     with pytest.raises(StageError, match="signal SIGABRT") as caught:
         run_in_subprocess(project, train_stage("chatter"), KEY, {})
     assert caught.value.why.endswith("(24 MB of output in all)")
@@ -326,7 +328,9 @@ def test_run_in_subprocess_passes_progress_lines_to_observer(project: Settings) 
     assert caught.value.remedy.endswith(f"The output of the stage is in {file}.")
 
 
-def test_run_in_subprocess_stores_output_and_shows_last_line(project: Settings) -> None:
+def test_run_in_subprocess_stores_output_and_passes_lines_to_observer_while_stage_runs(
+    project: Settings,
+) -> None:
     (project.root / "printing.py").write_text(
         "import os, subprocess, sys, time\n"
         "def train(data):\n"

@@ -97,7 +97,9 @@ def sort_rows(rows: Any) -> Any:
     return rows[np.argsort(-rows[:, 4], kind="stable")]
 
 
-def test_load_net_of_built_model_returns_its_weights(example: Any, tmp_path: Path) -> None:
+def test_load_net_of_untrained_model_returns_its_weights_and_predict_no_objects(
+    example: Any, tmp_path: Path
+) -> None:
     net = example.ShapeNet().eval()
     onnx.save(example.build_model(net), tmp_path / "model.onnx")
 

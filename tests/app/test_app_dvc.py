@@ -149,7 +149,9 @@ def test_run_with_tampered_dvc_cache_fails_data_stage(repository: Repository) ->
     assert result.errors["data/test"].exit_code == 5
 
 
-def test_affected_by_dvc_pointer_or_parameter_lists_pipeline(repository: Repository) -> None:
+def test_affected_by_dvc_pointer_without_rev_or_by_parameters_lists_pipeline(
+    repository: Repository,
+) -> None:
     project = open_project(repository.root)
     for changed, touched in (
         ("data/test.npz.dvc", True),

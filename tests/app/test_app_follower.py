@@ -168,9 +168,7 @@ def test_require_known_with_known_table_raises_no_error() -> None:
     require_known([], None, "/share/control")
 
 
-def test_serving_end_after_moved_traffic_and_lost_heartbeat_is_extended(
-    following: Following,
-) -> None:
+def test_serving_end_after_newer_table_moves_traffic_is_unchanged(following: Following) -> None:
     following.adopted = following.newest = replace(CANARY, judge_timeout_s=60.0)
     assert following.renew_serving_end() == NOW + LEASE_S
     following.see(ABORT)

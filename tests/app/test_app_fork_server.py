@@ -73,7 +73,7 @@ def is_fork_server(process: psutil.Process) -> bool:
         return False
 
 
-def test_fork_server_process_inherits_current_environment_and_path(
+def test_fork_server_process_has_current_environment_and_separate_group_and_temporary_folder(
     project: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     FORK_SERVER.start()

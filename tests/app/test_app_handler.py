@@ -66,7 +66,7 @@ def registered(context: Context, run: Digest) -> Manifest:
 def handler_of(context: Context) -> StageHandler:
     """Return a handler whose registration is the only computed stage.
 
-    The registration holds its own key.
+    The registration names the key of its stage as its run.
     """
 
     def perform(_: Stage, key: Digest, __: Mapping[str, Manifest]) -> Manifest:

@@ -88,7 +88,9 @@ def test_find_base_on_branch_returns_last_measured_common_commit(
     assert (found.choices, found.evidence) == (summary(store).choices, (evidence_of(),))
 
 
-def test_find_base_on_recorded_commit_excludes_that_commit(root: Path, store: ContentStore) -> None:
+def test_find_base_on_recorded_commit_excludes_it_unless_files_are_changed(
+    root: Path, store: ContentStore
+) -> None:
     record_commit(root, store, summary(store))
     assert "No measurement is recorded for main" in find_base(root, store, PIPELINE, "main").why
     (root / "file.txt").write_text("not committed")
@@ -124,7 +126,7 @@ def test_run_with_failing_commit_record_succeeds(
     assert len(refused) == 1
 
 
-def test_find_base_with_unknown_commit_returns_explanation(
+def test_find_base_with_unknown_commit_or_without_repository_returns_explanation(
     root: Path, store: ContentStore, tmp_path: Path
 ) -> None:
     assert "git found no commit 'nope'" in find_base(root, store, PIPELINE, "nope").why
@@ -188,7 +190,7 @@ def test_read_provenance_of_merged_pull_request_returns_its_head(root: Path) -> 
         ({"SYSTEM_PULLREQUEST_TARGETBRANCH": "refs/heads/main"}, "main"),
     ],
 )
-def test_read_base_branch_of_each_ci_service_returns_target_branch(
+def test_read_base_branch_of_ci_service_returns_target_branch_and_elsewhere_empty_text(
     environ: dict[str, str], branch: str
 ) -> None:
     assert read_base_branch(environ) == branch

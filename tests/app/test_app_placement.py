@@ -98,7 +98,7 @@ def asker(tmp_path: Path) -> Project:
 def executed(worker: Project, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replace execution on the worker, and return the ids of executed stages.
 
-    It needs no process and no framework. Each execution has another result.
+    It needs no process and no framework. Each execution returns the same evidence.
     """
     stages: list[str] = []
 
@@ -262,7 +262,7 @@ def test_answer_request_with_file_outside_folder_raises_refused_error(
         answer_request(worker, digest, place="", run="run", observer=Observer())
 
 
-def test_remote_stage_receives_operator_libraries_by_digest(
+def test_remote_stage_receives_copies_of_operator_libraries(
     asker: Project, worker: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = tmp_path / "asker" / "lib.so"

@@ -165,7 +165,9 @@ def add(root: Path, arguments: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_init_into_repository_adds_files_that_pass_check(tmp_path: Path, layout: str) -> None:
+def test_init_into_repository_only_adds_files_that_pass_check_and_is_idempotent(
+    tmp_path: Path, layout: str
+) -> None:
     make, name = LAYOUTS[layout]
     root = tmp_path / layout
     root.mkdir()
@@ -299,7 +301,7 @@ def test_init_into_repository_writes_deployments_of_package_flows(tmp_path: Path
         ([], "--into needs --from"),
     ],
 )
-def test_init_into_repository_with_invalid_source_or_data_writes_nothing(
+def test_init_into_repository_with_invalid_options_exits_with_2_and_writes_nothing(
     tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     make_src_layout(tmp_path)

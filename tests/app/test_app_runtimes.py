@@ -1,6 +1,6 @@
 """One pipeline on targets of several runtimes.
 
-The tests cover the measurements of each, and the others when one is killed.
+The tests cover the measurements on each runtime, and on the others when one is killed.
 """
 
 from __future__ import annotations
@@ -132,7 +132,9 @@ def test_pipeline_with_several_runtimes_is_measured_on_each(root: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_openvino_target_is_measured_in_separate_environment(root: Path) -> None:
+def test_pipeline_on_openvino_differs_only_for_inputs_outside_data_and_is_accepted(
+    root: Path,
+) -> None:
     targets = ("cpu-1t", "cpu-all", "node", "browser-wasm")
     assert all(measured(root, "digits-cnn", *targets, "openvino-cpu").values())
     project, result, _ = run(root, "digits-cnn", *targets, "openvino-cpu")
@@ -183,7 +185,7 @@ def of_isolated(process: psutil.Process) -> bool:
 
 VICTIMS = {"node": of_node, "browser-wasm": of_browser, "apart": of_isolated}
 LONG_ENOUGH_S = 1.0
-"""Seconds until a request to a stopped process gives up."""
+"""Seconds from the stop of a process to its kill, so that a request waits for it."""
 
 
 @pytest.mark.nightly

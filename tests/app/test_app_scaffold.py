@@ -62,7 +62,7 @@ def test_scaffold_of_each_preset_creates_project_whose_tests_pass(
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_scaffold_with_project_name_leaves_no_placeholders_in_files(
+def test_scaffold_with_project_name_leaves_no_placeholder_and_no_missing_entrypoint(
     preset: PresetName, tmp_path: Path
 ) -> None:
     folder = tmp_path / "fraud"
@@ -108,7 +108,7 @@ def test_scaffold_of_ci_only_has_no_registry_endpoint_or_secret(tmp_path: Path) 
     assert not re.search(r"secrets\.|id-token|environment:", file.read_text(encoding="utf-8"))
 
 
-def test_recording_job_of_ci_only_equals_judge_except_for_event_runner_and_concurrency(
+def test_recording_job_of_ci_only_equals_judge_except_for_step_event_runner_and_concurrency(
     tmp_path: Path,
 ) -> None:
     scaffold(tmp_path / "fraud", "fraud", "ci-only")

@@ -89,7 +89,9 @@ def evidence(project: Project, result: RunResult, variant: str) -> Evidence:
 
 
 @pytest.mark.nightly
-def test_benchmark_in_shards_returns_same_metrics_as_whole_benchmark(project: Project) -> None:
+def test_run_in_shards_returns_same_results_as_whole_run_and_repeats_only_lost_shard(
+    project: Project,
+) -> None:
     whole = run(project)
     sharded = run(project, "benchmark.shards=3")
     assert set(SHARDS) <= set(sharded.executed())

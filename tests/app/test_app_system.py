@@ -192,7 +192,9 @@ def test_comparison_with_decorated_source_and_isolated_exporter_raises_user_erro
 
 
 @pytest.mark.nightly
-def test_release_passes_with_agreeing_steps_and_fails_with_differing_step(project: Project) -> None:
+def test_run_passes_with_agreeing_steps_and_fails_and_reports_differing_step(
+    project: Project,
+) -> None:
     passed = run(project)
     assert passed.exit_code == 0
     change(project, "project:read", "client:read")
@@ -217,7 +219,7 @@ def test_release_passes_with_agreeing_steps_and_fails_with_differing_step(projec
         ("configs/pipelines/p.yaml", "answers: 2%", "answers: 3%"),
     ],
 )
-def test_comparison_runs_again_after_change_of_code_inputs_or_tolerances(
+def test_plan_after_change_of_code_inputs_or_tolerances_changes_only_comparison(
     project: Project, file: str, old: str, new: str
 ) -> None:
     before = plan_settings(project)
@@ -264,7 +266,7 @@ def test_check_of_invalid_system_section_reports_key(
     assert message in find_problems(project)[path]
 
 
-def test_report_of_release_shows_values_of_step_that_differs() -> None:
+def test_report_of_release_shows_example_of_step_that_differs() -> None:
     example = build_example("read", "rows.jsonl:3", np.array([1.0, 2.0]), np.array([2.0, 1.0]))
     page = release_report((), (make_evidence(),), (), None, {}, example=example)
     assert "read on rows.jsonl:3" in page

@@ -25,10 +25,11 @@ def is_read(name: str) -> bool:
 class FaultPlan:
     """When requests of the provider fail, and when its process is killed.
 
-    With mode `every`, each call fails before its effect, then at its effect, as the connection is
-    lost, and then after its effect, with an error. The fourth attempt succeeds. With `outages`, all
-    requests fail for a while, from time to time. In each mode, the process can be killed before or
-    after the effect of a request. `is_dead` is then true until `restart`.
+    With mode `every`, the first attempt of each request fails before its effect. The second one
+    loses its connection after the effect, and the third one gets an error after the effect. The
+    fourth one succeeds. With `outages`, all requests fail for a while, from time to time. In each
+    mode, the process can be killed before or after the effect of a request. `is_dead` is then true
+    until `restart`.
     """
 
     random: random.Random

@@ -1,4 +1,4 @@
-"""The fake clouds as places of a trial: what really serves, runs and lies there."""
+"""The fake clouds of the trials: what they really serve, run and store."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Place(ABC):
 
     @contextmanager
     def begin(self, clock: VirtualTime, plan: FaultPlan, folder: Path) -> Iterator[None]:
-        """Forget the trial before, and let one with this clock and these faults begin."""
+        """Reset the cloud, and begin a trial with this clock and these faults."""
         self.clock, self.plan, self.stores = clock, plan, {}
         self.containers = SimulatedContainers(
             folder / "instances", clock, lambda: plan.random.random() < 0.2
@@ -163,7 +163,7 @@ class Place(ABC):
 
     @abstractmethod
     def find_leftovers(self, needed: Set[Digest]) -> list[str]:
-        """Return what lies in the cloud and belongs to no needed version."""
+        """Return the objects that no needed version requires, and those that are missing."""
 
     def list_splits(self) -> list[Mapping[float, int]]:
         """Return the percentages by factor, once for each server that splits traffic."""

@@ -59,9 +59,9 @@ _NOT_CHANGES = ("PUT clock/", "PUT head")
 class Wanted:
     """The versions that the operator's commands require.
 
-    `newest` is the version that was released last, and must serve at least in part. `stable` is the
-    version that must serve alone; it is empty if the commands do not determine it. `rejected` are
-    versions that were rolled back.
+    `newest` must serve at least in part: it was released last, or a later rollback returned to it.
+    `stable` is the version that must serve alone; it is empty if the commands do not determine it.
+    `rejected` are versions that were rolled back.
     """
 
     newest: str = ""
@@ -88,7 +88,7 @@ class TrialResult:
 
 
 class _Mortal:
-    """The ledger as a process has it, which can write nothing once it is killed."""
+    """The ledger of one process: once the process is killed, each use raises `Killed`."""
 
     def __init__(self, ledger: Ledger, plan: FaultPlan) -> None:
         self._ledger, self._plan = ledger, plan
@@ -475,7 +475,7 @@ class Trial:
             self._note(f"the provider observes {[*drift, *observed.stragglers]}")
 
     def _check_silence(self) -> None:
-        """A further reconciliation changes nothing."""
+        """Check that a further reconciliation changes nothing."""
         before = len(self.plan.writes)
         reports = self._reconcile()
         if reports and reports[0].did == "retire-previous":
@@ -487,7 +487,7 @@ class Trial:
             self._note(f"a further reconciliation sent {sent}")
 
     def _check_leftovers(self) -> None:
-        """After a removal of orphans, only what is needed exists."""
+        """Check that only needed objects exist after a removal of orphans."""
         context = self.cloud.context
         # A model becomes unused only after its deployment was deleted, so the clean-up runs twice.
         for _ in range(2):

@@ -27,7 +27,9 @@ def test_abuse_kinds_number_at_least_forty() -> None:
 
 
 @pytest.mark.nightly
-def test_abusive_requests_fail_no_request_of_other_clients(tmp_path: Path) -> None:
+def test_server_under_abuse_serves_other_clients_with_bounded_pauses_and_memory(
+    tmp_path: Path,
+) -> None:
     with ServerFamily(folder=tmp_path / "state", options=OPTIONS) as server:
         assert (
             server.publish(state_of(deploy(write_model(tmp_path / "model")), blue=100), 1).status

@@ -19,7 +19,7 @@ TOGETHER = 100
 """Number of concurrent requests: fewer than a queue holds."""
 
 
-def test_slow_senders_delay_no_other_client_and_are_disconnected(patient: Patient) -> None:
+def test_slow_senders_block_no_other_client_and_are_disconnected(patient: Patient) -> None:
     """Fifty clients send one more byte of a header now and then.
 
     Other clients are served meanwhile, and the time limit disconnects the slow ones.
@@ -42,7 +42,9 @@ def test_slow_senders_delay_no_other_client_and_are_disconnected(patient: Patien
 
 
 @pytest.mark.nightly
-def test_slow_reader_of_responses_uses_bounded_memory(patient: Patient) -> None:
+def test_server_with_clients_that_never_read_responses_uses_bounded_memory(
+    patient: Patient,
+) -> None:
     """Pipelining clients never read, and their responses must not accumulate."""
     with patient.bounded(64 * MB), ExitStack() as stack:
         for _ in range(4):
@@ -56,7 +58,7 @@ def test_slow_reader_of_responses_uses_bounded_memory(patient: Patient) -> None:
 
 
 @pytest.mark.nightly
-def test_server_with_10_000_connections_answers_all_requests(
+def test_server_with_10_000_connections_answers_all_requests_in_bounded_memory(
     many_files: int, family: Make, blue: Deployment
 ) -> None:
     if many_files < CONNECTIONS + SPARE_FILES:

@@ -102,7 +102,7 @@ def test_publish_on_full_disk_is_refused_until_space_is_freed(
     server.stop()
 
 
-def test_server_start_on_full_disk_serves_or_reports_error(
+def test_server_start_on_full_disk_logs_no_traceback_and_succeeds_once_space_is_freed(
     family: Make, small_disk: Path, blue: Deployment
 ) -> None:
     server = family(folder=small_disk / "state")

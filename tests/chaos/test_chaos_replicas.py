@@ -216,7 +216,7 @@ class TestUnreachableReplica:
         yield site
         site.replicas.processes["r2"].send_signal(signal.SIGCONT)
 
-    def test_candidate_on_unreachable_replica_loses_traffic_within_lease(
+    def test_rollback_of_candidate_on_unreachable_replica_completes_after_its_lease(
         self, cut: ReplicatedSite
     ) -> None:
         began = time.monotonic()
@@ -251,9 +251,9 @@ class TestKilledReplicas:
         pause_s: float,
         is_due: Callable[[], bool] = lambda: True,
     ) -> Iterator[None]:
-        """Kill each start of some replicas, and restart the replica.
+        """Kill replicas repeatedly, and restart each of them.
 
-        A kill comes `pause_s` after the replica serves, while `is_due()` is true.
+        Every `pause_s`, a replica that has adopted a table since its start is killed if `is_due()`.
         """
         ended = threading.Event()
 
@@ -293,7 +293,7 @@ class TestKilledReplicas:
         assert why.startswith("ends: ")
         assert why.endswith("-> ROLL BACK")
 
-    def test_frequently_restarted_replica_ends_no_rollout_of_healthy_candidate(
+    def test_frequently_restarted_replica_aborts_no_rollout_of_healthy_candidate(
         self, site: ReplicatedSite
     ) -> None:
         bind_endpoint(site.context, site.config, self.POLICY)

@@ -227,7 +227,7 @@ def test_rollout_of_healthy_candidate_reaches_full_traffic(site: Site) -> None:
 
 @pytest.mark.nightly
 def test_rollout_of_equal_model_near_event_loop_limit_finishes(site: Site) -> None:
-    """Two equal versions once ran in different places.
+    """Of two equal versions, only one once ran on the event loop.
 
     One of them was rolled back for that.
     """
@@ -283,7 +283,7 @@ def test_rollout_of_candidate_with_three_percent_errors_is_rolled_back(site: Sit
 
 
 @pytest.mark.nightly
-def test_rollout_of_candidate_thirty_percent_slower_is_rolled_back(site: Site) -> None:
+def test_rollout_of_candidate_with_35_percent_more_layers_is_rolled_back(site: Site) -> None:
     why, records = rolled_out(site, CANARY, layers=270)
     assert site.traffic() == {"v1": 100}
     assert why.startswith("latency_p")
@@ -300,7 +300,7 @@ def test_shadow_candidate_with_wrong_answers_is_rejected_before_traffic(site: Si
 
 
 @pytest.mark.nightly
-def test_candidate_with_slow_cold_start_is_rolled_back(site: Site) -> None:
+def test_candidate_with_cold_start_above_limit_is_rolled_back_after_eight_loads(site: Site) -> None:
     bind_endpoint(
         site.context,
         site.config,
@@ -340,7 +340,7 @@ def test_roll_back_under_load_fails_no_request(site: Site) -> None:
 
 
 @pytest.mark.nightly
-def test_reconcile_of_endpoint_without_supervisor_under_load_restores_it(site: Site) -> None:
+def test_reconcile_under_load_restores_supervisor_without_failed_request(site: Site) -> None:
     """The workers answer all the time.
 
     The reconciler restarts the supervisor under load, and no request is dropped.

@@ -66,7 +66,7 @@ Change = Callable[[Path], object]
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """One mistake.
+    """A change of a valid project, or a wrong command, and the error that it causes.
 
     Args:
         name: what a person did.

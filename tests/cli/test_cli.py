@@ -263,8 +263,8 @@ def test_check_of_wrong_yaml_reports_all_problems_with_places(
     done = run_command("check", "wrong.yaml", "--json", cwd=project)
     places = {(one["line"], one["column"], one["path"]) for one in done.document()["problems"]}
     assert done.code == 2
-    # The problems are a duplicate key, an unknown key, a wrong unit, and a gate without a required
-    # key.
+    # These problems are a duplicate key, an unknown key, a text for a percentage, and a gate
+    # without a required key.
     assert places >= {
         (3, 1, ""),
         (8, 30, "export"),

@@ -91,7 +91,7 @@ def push(account: FakeSageMaker) -> None:
     ecr.put_image(repositoryName="onnx-ops", imageManifest=json.dumps(manifest), imageTag="1")
 
 
-def test_sagemaker_diagnosis_of_image_checks_existence_and_pull_role(
+def test_sagemaker_diagnosis_of_image_checks_registry_existence_and_pull_permissions(
     account: FakeSageMaker, golden: Golden
 ) -> None:
     image = str(SETTINGS["image"])
@@ -209,7 +209,7 @@ def _missing(_: str) -> str:
     raise PackageNotFoundError
 
 
-def test_doctor_with_provider_option_checks_that_provider_alone(
+def test_doctor_with_provider_option_checks_that_provider_alone_and_rejects_unknown_name(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],

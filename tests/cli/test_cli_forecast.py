@@ -81,7 +81,7 @@ def test_forecast_with_json_returns_document(project: Path) -> None:
         (("nowhere.yaml", "--rate", "1/s"), "nowhere.yaml"),
         (("p.yaml", "--rate", "0/s"), "is not a rate"),
         (("p.yaml", "--rate", "5"), "is not a rate"),
-        (("p.yaml", "--rate", "5/s", "--errors", "100%"), "must be from 0 to less than 1"),
+        (("p.yaml", "--rate", "5/s", "--errors", "100%"), "must be at least 0 and less than 1"),
         (("p.yaml", "--rate", "5/s", "--harm", "errors=2x"), "is not a valid harm"),
         (("p.yaml", "--rate", "5/s", "--harm", "cold_start=2x"), "is not a valid harm"),
         (("p.yaml", "--rate", "5/s", "--harm", "errors=200%"), "is not a valid harm"),

@@ -130,7 +130,7 @@ def test_keys_retire_of_unused_key_succeeds_once(project: Path) -> None:
     assert keys("retire", short_digest(old)).code == 2
 
 
-def test_doctor_reports_trusted_keys(project: Path) -> None:
+def test_doctor_reports_trusted_keys_and_roles_without_key(project: Path) -> None:
     from onnx_ops.cli.diagnosis import diagnose
 
     keys("new")

@@ -170,7 +170,7 @@ def test_status_runs_shows_running_and_waiting_stages(
 
 
 @pytest.mark.parametrize("status", [(), (BUSY,)])
-def test_status_runs_with_no_pools_or_running_workers_exits_with_0(
+def test_status_runs_without_pools_or_with_running_workers_exits_with_0(
     status: tuple[PoolStatus, ...], pools: Mock, tmp_path: Path
 ) -> None:
     pools.read_status.return_value = status

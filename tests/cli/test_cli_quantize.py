@@ -127,7 +127,9 @@ def test_quantize_with_wrong_input_exits_with_2_and_writes_nothing(
     assert not (folder / "out.onnx").exists()
 
 
-def test_quantize_to_existing_file_does_not_overwrite_it(folder: Path) -> None:
+def test_quantize_to_existing_file_or_missing_folder_exits_with_2_and_overwrites_nothing(
+    folder: Path,
+) -> None:
     (folder / "out.onnx").write_bytes(b"mine")
     assert "the file exists already" in run("model.onnx", "out.onnx", "--method", "dynamic", code=2)
     assert (folder / "out.onnx").read_bytes() == b"mine"

@@ -118,7 +118,7 @@ def test_check_with_target_of_other_hardware_exits_with_4(project: Path) -> None
 
 @pytest.fixture
 def packaged(project: Path) -> Path:
-    """A project with a target whose package is not installed."""
+    """Return a project with a target whose package is not installed."""
     (project / "configs/targets/images.yaml").write_text(
         "name: images\ncustom_ops: {package: acme_missing, domains: [acme]}\n"
     )

@@ -67,7 +67,9 @@ class TestInspect:
             "tables", without_digest(command(folder, "inspect", "good.onnx", "--batch", "2").stdout)
         )
 
-    def test_inspect_with_metadata_options_writes_copy(self, folder: Path, golden: Golden) -> None:
+    def test_inspect_with_metadata_options_writes_copy_unless_they_are_wrong(
+        self, folder: Path, golden: Golden
+    ) -> None:
         before = (folder / "good.onnx").read_bytes()
         values = (
             "author=A. Person",
@@ -132,7 +134,9 @@ class TestInspect:
         )
         assert (alone.returncode, alone.stderr) == (1, "usage: python source.py MODEL.onnx\n")
 
-    def test_inspect_of_folder_or_url_reads_model(self, folder: Path) -> None:
+    def test_inspect_of_folder_or_url_reads_model_unless_there_are_several(
+        self, folder: Path
+    ) -> None:
         (folder / "one").mkdir()
         write_external(folder / "one" / "model.onnx", "weights.bin")
         for place in ("one", f"file://{folder}/one"):

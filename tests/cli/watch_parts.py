@@ -83,7 +83,7 @@ class Site:
         return {} if found is None else dict(found.split.weights)
 
     def ever_deployed(self) -> set[str]:
-        """Return every version that any intent would have given traffic."""
+        """Return every version that was deployed in the state of any intent."""
         bodies = [entry.body for entry in self.context.ledger.read(self.endpoint)]
         return {
             d.version

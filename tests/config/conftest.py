@@ -39,7 +39,7 @@ deploy:
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The project's root, which is also the working directory."""
+    """Return the project's root, which is also the working directory."""
     for folder in ("configs/targets", "configs/pipelines", "models"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "configs/targets/cpu-1t.yaml").write_text("name: cpu-1t\n")

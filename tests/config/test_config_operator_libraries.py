@@ -21,7 +21,7 @@ PACKAGED = "name: boards\ncustom_ops:\n  package: {}\n  domains: [acme]\n"
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of an installed package that raises an error when it is imported."""
+    """Return the folder of an installed package that raises an error when imported."""
     folder = tmp_path / "site" / "acme_operators"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("raise SystemExit('imported')\n")

@@ -119,7 +119,7 @@ def test_load_pipeline_of_file_without_mapping_reports_it(
             "2",
             (
                 "1:9: schema: this file needs a newer onnx-ops: its schema is 2, "
-                "and this release reads up to schema 1"
+                "and the installed version reads up to schema 1"
             ),
         ),
         ("0", "1:9: schema: must be at least 1, got the number 0"),
@@ -159,7 +159,7 @@ def test_load_pipeline_with_wrong_single_deployment_reports_path_without_index(
     golden("errors", "\n".join(problems(text)))
 
 
-def test_load_pipeline_without_parity_gate_adds_parity_gate_first(
+def test_load_pipeline_adds_parity_gate_first_only_if_it_is_missing(
     load: Load, pipeline_text: str
 ) -> None:
     parity, metric = "  - {kind: parity}\n", "  - {kind: metric, max_drop: 1%}\n"

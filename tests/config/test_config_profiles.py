@@ -90,7 +90,7 @@ def test_provider_option_with_extra_letter_raises_config_error(
         TargetFiles(project).load("one")
 
 
-def test_provider_options_of_unknown_provider_are_not_checked(project: Path) -> None:
+def test_provider_options_are_checked_only_for_known_provider(project: Path) -> None:
     path = project / "configs/targets/one.yaml"
     path.write_text(
         "name: one\nproviders: [{name: AcmeExecutionProvider, options: {speed: '9'}}]\n"

@@ -64,13 +64,23 @@ def test_rollout_policy_with_all_keys_is_loaded_and_planned(load: Load, pipeline
     )
 
 
+GUARDED = (
+    "{steps: [10%, 50%, 100%], min_requests: 300, "
+    "guardrails: [errors, latency_p50, latency_p99], scale_down_delay: 24h}"
+)
+
+
 def test_rollout_policy_with_one_request_count_applies_it_to_each_canary_step(
     load: Load, pipeline_text: str
 ) -> None:
-    rails = "guardrails: [errors, latency_p50, latency_p99]"
-    rollout = f"{{steps: [10%, 50%, 100%], min_requests: 300, {rails}, scale_down_delay: 24h}}"
-    policy = load(pipeline_text.replace(PLAIN, rollout)).deploy[0].rollout
+    policy = load(pipeline_text.replace(PLAIN, GUARDED)).deploy[0].rollout
     assert [step.minimum for step in policy.planned()] == [300, 300, 0]
+
+
+def test_rollout_policy_with_guardrails_is_analyzed_with_default_tolerances(
+    load: Load, pipeline_text: str
+) -> None:
+    policy = load(pipeline_text.replace(PLAIN, GUARDED)).deploy[0].rollout
     assert [rail.tolerated(rail.name) for rail in policy.guardrails] == [1.0, 1.0, 1.2]
     assert policy.is_analyzed
 
@@ -86,14 +96,14 @@ def test_rollout_policy_without_guardrails_is_not_analyzed(load: Load) -> None:
     [
         (PLAIN, "split", []),
         ("{steps: [100%]}", "", []),
-        (PLAIN, "", ["steps: provider 'local' cannot divide traffic; its capabilities: none"]),
+        (PLAIN, "", ["steps: provider 'local' cannot divide traffic; capabilities here: none"]),
         (
             "{shadow: {}}",
             "split sticky",
             [
                 (
                     "shadow: provider 'local' cannot compare answers on copies of requests; "
-                    "its capabilities: 'split', 'sticky'"
+                    "capabilities here: 'split', 'sticky'"
                 )
             ],
         ),
@@ -103,11 +113,11 @@ def test_rollout_policy_without_guardrails_is_not_analyzed(load: Load) -> None:
             [
                 (
                     "ab_test: provider 'local' cannot keep a user on one version; "
-                    "its capabilities: 'split'"
+                    "capabilities here: 'split'"
                 ),
                 (
                     "ab_test.metric: provider 'local' cannot collect clients' feedback; "
-                    "its capabilities: 'split'"
+                    "capabilities here: 'split'"
                 ),
             ],
         ),
@@ -118,7 +128,7 @@ def test_rollout_policy_without_guardrails_is_not_analyzed(load: Load) -> None:
             [
                 (
                     "guardrails: provider 'local' cannot count the requests above a given latency; "
-                    "its capabilities: 'split'"
+                    "capabilities here: 'split'"
                 )
             ],
         ),
@@ -134,7 +144,7 @@ def test_rollout_policy_without_guardrails_is_not_analyzed(load: Load) -> None:
             [
                 (
                     "guardrails: provider 'local' cannot measure a cold start before traffic; "
-                    "its capabilities: 'quantiles'"
+                    "capabilities here: 'quantiles'"
                 )
             ],
         ),

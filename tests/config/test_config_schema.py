@@ -36,7 +36,7 @@ def accepts(schema: dict[str, Any], text: str) -> bool:
 def find_difference(stored: object, generated: object) -> str | None:
     """Return the path of the first difference between two documents; None if equal.
 
-    A path is such as `$defs.Gate.enum[2]`.
+    An example of a path is `.$defs.Gate.enum[2]`.
     """
     if stored == generated:
         return None

@@ -128,7 +128,7 @@ def test_objective_with_target_entry_overrides_default(root: Path) -> None:
         ("0.5%", "0.5", "metric_drop"),
     ],
 )
-def test_search_with_wrong_setting_reports_problem(
+def test_search_or_objective_with_wrong_setting_reports_problem(
     root: Path, old: str, new: str, said: str
 ) -> None:
     found = problems(root, old, new)

@@ -63,6 +63,10 @@ def test_load_settings_with_profile_overrides_file(tmp_path: Path) -> None:
 
 def test_load_settings_with_profile_named_in_file_uses_it(tmp_path: Path) -> None:
     assert load(tmp_path, 'profile = "prod"\n' + PROFILES).tracking_uri == "http://prod"
+
+
+def test_load_settings_with_profile_variable_ignores_profile_named_in_file(tmp_path: Path) -> None:
+    (tmp_path / "onnx-ops.toml").write_text('profile = "prod"\n' + PROFILES, encoding="utf-8")
     assert load(tmp_path, ONNX_OPS_PROFILE="default").tracking_uri == "http://base"
 
 
@@ -79,7 +83,7 @@ def test_load_settings_with_unknown_profile_names_existing_profiles(tmp_path: Pa
     assert "prod" in caught.value.remedy
 
 
-def test_load_settings_with_unknown_key_suggests_similar_key(tmp_path: Path) -> None:
+def test_load_settings_with_unknown_key_suggests_similar_key_or_lists_keys(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="'traking_uri'") as caught:
         load(tmp_path, "traking_uri = 'http://x'\n")
     assert "did you mean 'tracking_uri'?" in str(caught.value)

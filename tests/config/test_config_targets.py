@@ -98,6 +98,11 @@ def test_load_target_of_shared_folder_is_overridden_by_project(
         "fleet/t4.yaml",
         "shipped",
     ]
+
+
+def test_load_target_with_missing_shared_folder_raises_user_error(
+    project: Path, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match="the folder of shared targets was not found") as gone:
         TargetFiles(project, tmp_path / "gone").load("cpu-1t")
     assert "ONNX_OPS_TARGETS" in gone.value.remedy

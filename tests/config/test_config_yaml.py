@@ -134,7 +134,9 @@ def test_read_file_with_invalid_utf_8_reports_position(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
-def test_read_file_in_utf_16_names_encoding(tmp_path: Path, encoding: str) -> None:
+def test_read_file_in_utf_16_suggests_conversion_but_not_for_binary_data(
+    tmp_path: Path, encoding: str
+) -> None:
     path = tmp_path / "x.yaml"
     path.write_bytes((b"\xfe\xff" if encoding == "utf-16-be" else b"") + "a: 1\n".encode(encoding))
     with pytest.raises(UserError) as caught:

@@ -59,7 +59,7 @@ class Console:
 
 
 def publish_with_evidence(world: FakeWorld, folder: Path, *, report: str) -> str:
-    """Register a version of model `digits` with stored evidence and a report; return its number."""
+    """Register a version of `digits` with evidence and a report; return its number."""
     case = GOLDEN / "patients-mlp-fp32"
     decision = codec.loads((case / "decision.json").read_bytes(), Decision)
     model, page = folder / "model.onnx", folder / "page.html"

@@ -80,7 +80,7 @@ def overflow(page: Page) -> int:
 
 
 def run_shown_dry_runs(site: Site, page: Page, code: int = 0) -> set[str]:
-    """Run each dry run that a page shows in the project; return the commands, without names.
+    """Run the dry runs that a page shows; return their commands, without names.
 
     Each must end with this exit code.
     """

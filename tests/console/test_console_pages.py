@@ -98,7 +98,7 @@ def test_endpoint_page_without_rollout_offers_rollback_to_previous(tmp_path: Pat
     assert "onnx-ops rollback digits --reason" in page
 
 
-def test_page_of_unknown_endpoint_returns_404(tmp_path: Path) -> None:
+def test_page_of_unknown_endpoint_or_path_returns_404(tmp_path: Path) -> None:
     with serving_console(tmp_path, serving("a").context) as console:
         assert console.ask("/endpoints/nothing").status == 404
         assert console.ask("/history?endpoint=nothing").status == 404
@@ -210,9 +210,13 @@ def test_releases_page_without_registry_shows_its_error(tmp_path: Path) -> None:
 def test_release_page_shows_decision_problem_and_promotion(tmp_path: Path) -> None:
     with serving_console(tmp_path, serving("a").context) as console:
         page = console.show("/releases/digits/1")
-        missing = [console.ask(f"/releases/{name}/9").status for name in ("digits", "other")]
     assert "onnx-ops promote digits/1 --target cpu" in page
     assert "cannot be judged again" in page
+
+
+def test_page_of_unknown_release_returns_404(tmp_path: Path) -> None:
+    with serving_console(tmp_path, serving("a").context) as console:
+        missing = [console.ask(f"/releases/{name}/9").status for name in ("digits", "other")]
     assert missing == [404, 404]
 
 

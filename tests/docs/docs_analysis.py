@@ -1,4 +1,4 @@
-"""Checks of snippets for Argo Rollouts and Flagger against their published schemas.
+"""Checks of snippets for Argo Rollouts and Flagger against published schemas.
 
 `crds` has parts of the schemas. Kubernetes drops unknown keys silently, so they are refused here.
 """

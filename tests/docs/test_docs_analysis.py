@@ -1,4 +1,7 @@
-"""The snippets of the page on rollouts of other programs: their schemas, and what they do."""
+"""The snippets of the page on rollouts of other programs.
+
+The tests check their schemas and their effects.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,7 @@ def test_argo_snippet_promotes_only_after_pass(metric: dict[str, Any]) -> None:
     assert end(metric, *errors, hold) == "Inconclusive"
 
 
-def test_flagger_snippet_names_webhook_of_its_type() -> None:
+def test_flagger_snippet_webhook_urls_end_with_their_types() -> None:
     for webhook in FLAGGER["webhooks"]:
         assert webhook["type"] in FLAGGER_HOOKS
         assert webhook["url"].endswith(f"/v1/flagger/shop/{webhook['type']}")

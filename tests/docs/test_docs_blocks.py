@@ -98,6 +98,9 @@ def unknown(words: list[str]) -> str:
 def test_unknown_command_or_option_is_detected() -> None:
     assert unknown(shlex.split("onnx-ops rolback digits"))
     assert unknown(shlex.split("onnx-ops rollback digits --becuase x"))
+
+
+def test_calls_of_shell_text_yields_words_of_each_command_without_comments() -> None:
     assert list(calls("cd a && onnx-ops check b | head # why\nonnx-ops plan c")) == [
         ["cd", "a"],
         ["onnx-ops", "check", "b"],

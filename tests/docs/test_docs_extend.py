@@ -217,7 +217,7 @@ def test_metrics_page_has_row_for_each_metric() -> None:
     assert METRICS.keys() <= {name for row in rows for name in re.findall(r"`(\w+)`", row)}
 
 
-def test_extend_pages_have_one_file_per_extension() -> None:
+def test_extend_pages_show_one_module_per_extension_and_test_of_optimizer() -> None:
     assert [block.note("file") for block in BLOCKS if block.language == "python"] == [
         "extra_metric.py", "extra_gate.py", "extra_optimizer.py", "test_extra_optimizer.py",
     ]  # fmt: skip

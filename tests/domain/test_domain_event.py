@@ -25,7 +25,7 @@ def followed(*bodies: object) -> list[Notification]:
     return list(list_pending_notifications("digits", log(*bodies), progress=True))  # type: ignore[arg-type]
 
 
-def test_events_of_rollout_include_each_step() -> None:
+def test_events_of_rollout_include_steps_that_notifications_omit() -> None:
     step = replace(START, kind=ActionKind.ADVANCE, roles=replace(START.roles, step=1))
     bodies = (*ON_TRIAL, step, FINISH)
     found = [build_event(notice) for notice in followed(*bodies)]
@@ -90,7 +90,9 @@ notices = st.builds(
 
 
 @given(notices)
-def test_build_event_of_any_notification_is_json_serializable(notice: Notification) -> None:
+def test_build_event_of_any_notification_has_json_payload_and_stable_key(
+    notice: Notification,
+) -> None:
     event = build_event(notice)
     assert event.event == EVENT_NAMES[notice.what]
     assert json.loads(json.dumps(event.payload)) == event.payload

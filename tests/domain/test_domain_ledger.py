@@ -114,7 +114,7 @@ def test_scenario_actions_have_expected_kinds() -> None:
     assert kinds == [ActionKind.FIRST, ActionKind.START, ActionKind.ADVANCE, ActionKind.FINISH]
 
 
-def test_fold_of_same_entries_returns_same_state() -> None:
+def test_fold_of_same_entries_together_or_one_by_one_returns_same_state() -> None:
     entries = log(*SERVING, START, OperatorCommandSent(command=OperatorCommand.PAUSE))
     assert fold("digits", entries) == fold("digits", entries)
     step_by_step = ReleaseState(endpoint="digits")
@@ -222,7 +222,7 @@ def given(what: Deployment, reason: str) -> OverrideRecorded:
     )
 
 
-def test_override_of_rejected_version_lasts_until_next_rollback() -> None:
+def test_override_of_rejected_version_lasts_until_next_rollback_and_cannot_be_replayed() -> None:
     back = plan_rollback(FINISH.roles, version(1), "cpu", why="slow")
     rolled = (*SERVING, FINISH, back)
     assert folded(*rolled).rejected == {version(2).release: "slow"}

@@ -77,13 +77,13 @@ def test_diff_readings_returns_difference_of_counts() -> None:
         "fewer errors",
     ],
 )
-def test_diff_readings_of_inconsistent_readings_returns_none(
+def test_diff_readings_of_incomparable_readings_returns_none(
     before: MetricsReading | None, now: MetricsReading
 ) -> None:
     assert between(before, now) is None
 
 
-def test_diff_readings_with_fewer_shadow_counts_returns_none() -> None:
+def test_diff_readings_of_shadow_counts_returns_difference_or_none_if_fewer() -> None:
     more, fewer = (replace(reading(0, 10), shadow=ShadowCounts(compared=n)) for n in (20, 10))
     assert between(more, fewer) is None
     found = must(between(fewer, more))
@@ -94,7 +94,16 @@ def test_request_counts_minus_subtracts_timed_requests_separately() -> None:
     before = RequestCounts(requests=100, over_p50=20, over_p99=1, timed=40)
     now = RequestCounts(requests=150, over_p50=30, over_p99=1, timed=50)
     assert now.minus(before) == RequestCounts(requests=50, over_p50=10, over_p99=0, timed=10)
-    assert (now.measured, RequestCounts(requests=7).measured) == (50, 7)
+
+
+def test_request_counts_measured_returns_timed_or_else_all_requests() -> None:
+    assert RequestCounts(requests=150, over_p50=30, over_p99=1, timed=50).measured == 50
+    assert RequestCounts(requests=7).measured == 7
+
+
+def test_request_counts_minus_with_inconsistent_timed_requests_returns_none() -> None:
+    before = RequestCounts(requests=100, over_p50=20, over_p99=1, timed=40)
+    now = RequestCounts(requests=150, over_p50=30, over_p99=1, timed=50)
     assert replace(now, timed=45).minus(before) is None, "ten of five"
     assert replace(now, timed=None).minus(before) is None
     assert now.minus(replace(before, timed=None)) is None
@@ -238,20 +247,25 @@ def test_observations_end_with_rollout() -> None:
     assert (new.candidate, new.intervals) == (V3.manifest, ())
 
 
+GUARD = GuardrailResult(
+    name="errors",
+    canary=(28, 800),
+    stable=(67, 7200),
+    evidence=5.3,
+    limit=1.7782,
+    low=1.65,
+    high=8.19,
+    compared=800,
+)
+
+
 def test_guardrail_result_summary_shows_rates_and_evidence(golden: Golden) -> None:
-    guard = GuardrailResult(
-        name="errors",
-        canary=(28, 800),
-        stable=(67, 7200),
-        evidence=5.3,
-        limit=1.7782,
-        low=1.65,
-        high=8.19,
-        compared=800,
-    )
-    assert guard.is_violated
-    golden("reasons", guard.summary)
-    assert replace(guard, evidence=0.0).summary.endswith("evidence 1:1 (limit 60:1)")
-    assert "evidence 1e12:1" in replace(guard, evidence=12.3).summary
-    assert "evidence 0.0032:1" in replace(guard, evidence=-2.5).summary
-    assert not replace(guard, evidence=float("nan")).is_violated
+    golden("reasons", GUARD.summary)
+    assert replace(GUARD, evidence=0.0).summary.endswith("evidence 1:1 (limit 60:1)")
+    assert "evidence 1e12:1" in replace(GUARD, evidence=12.3).summary
+    assert "evidence 0.0032:1" in replace(GUARD, evidence=-2.5).summary
+
+
+def test_guardrail_result_is_violated_above_limit_but_not_with_nan_evidence() -> None:
+    assert GUARD.is_violated
+    assert not replace(GUARD, evidence=float("nan")).is_violated

@@ -68,7 +68,7 @@ def test_find_row_axes_pools_first_axes_of_different_names_only_if_allowed() -> 
         ({"x": ("batch", 4), "table": (7, 4)}, 0),
     ],
 )
-def test_find_fixed_batch_returns_size_of_shared_axis(
+def test_find_fixed_batch_returns_fixed_size_of_shared_axis_or_0(
     shapes: Mapping[str, Shape], expected: int
 ) -> None:
     assert find_fixed_batch(shapes) == expected

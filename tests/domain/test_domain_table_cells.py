@@ -28,7 +28,7 @@ from onnx_ops.domain.table_cells import find_text_among_numbers, find_values_in_
         (["1st", "2nd", "3rd"], None),
     ],
 )
-def test_find_text_among_numbers_returns_first_text_cell_of_numeric_column(
+def test_find_text_among_numbers_returns_first_text_cell_of_numeric_column_only(
     cells: list[str], cell: tuple[int, str] | None
 ) -> None:
     assert find_text_among_numbers(cells) == cell

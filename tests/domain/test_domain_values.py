@@ -67,9 +67,7 @@ def test_combine_verdicts_of_empty_list_is_inconclusive() -> None:
 
 
 @given(st.lists(verdicts, min_size=1), verdicts)
-def test_combine_verdicts_with_additional_verdict_never_improves_worst(
-    some: list[Verdict], another: Verdict
-) -> None:
+def test_combine_verdicts_returns_worst_in_any_order(some: list[Verdict], another: Verdict) -> None:
     worst = combine_verdicts(some)
     assert worst in some
     assert not any(worst < verdict for verdict in some)
@@ -144,7 +142,7 @@ def test_endpoint_state_with_repeated_or_missing_deployment_raises_value_error()
         EndpointState(deployments=(fileless_deployment("v2"),), split=whole)
 
 
-def test_endpoint_state_is_equivalent_ignores_generation_and_order() -> None:
+def test_endpoint_state_is_equivalent_ignores_only_generation_order_and_zero_weights() -> None:
     one, two = fileless_deployment("v1"), fileless_deployment("v2")
     left = EndpointState(
         deployments=(one, two), split=TrafficSplit(weights={"v1": 100}), generation=3
@@ -207,20 +205,28 @@ def test_canonical_json_of_nonfinite_number_raises_value_error(value: float) -> 
         canonical_json({"a": [value]})
 
 
-def test_manifest_subset_and_digest_ignore_order_of_files() -> None:
-    a, b = digest_bytes(b"a"), digest_bytes(b"b")
-    manifest = Manifest(files={"onnx/model.onnx": a, "onnx/weights.bin": b, "lineage.json": b})
-    assert manifest.subset("onnx/").files == {"model.onnx": a, "weights.bin": b}
-    assert list(manifest) == ["lineage.json", "onnx/model.onnx", "onnx/weights.bin"]
-    assert "lineage.json" in manifest
-    assert manifest["lineage.json"] == b
+A, B = digest_bytes(b"a"), digest_bytes(b"b")
+MANIFEST = Manifest(files={"onnx/model.onnx": A, "onnx/weights.bin": B, "lineage.json": B})
+
+
+def test_manifest_subset_returns_files_below_prefix() -> None:
+    assert MANIFEST.subset("onnx/").files == {"model.onnx": A, "weights.bin": B}
+
+
+def test_manifest_is_mapping_with_sorted_names() -> None:
+    assert list(MANIFEST) == ["lineage.json", "onnx/model.onnx", "onnx/weights.bin"]
+    assert "lineage.json" in MANIFEST
+    assert MANIFEST["lineage.json"] == B
+
+
+def test_manifest_digest_depends_on_files_but_not_on_their_order() -> None:
     assert (
-        manifest.digest() == Manifest(files=dict(reversed(list(manifest.files.items())))).digest()
+        MANIFEST.digest() == Manifest(files=dict(reversed(list(MANIFEST.files.items())))).digest()
     )
-    assert manifest.digest() != manifest.subset("onnx/").digest()
+    assert MANIFEST.digest() != MANIFEST.subset("onnx/").digest()
 
 
-def test_target_digest_ignores_description() -> None:
+def test_target_digest_ignores_description_but_not_session_or_dedicated() -> None:
     plain = Target(name="cpu")
     assert Target(name="cpu", description="the old one").digest() == plain.digest()
     assert (
@@ -247,7 +253,7 @@ def test_target_digest_changes_with_each_session_setting() -> None:
     )
 
 
-def test_hardware_fingerprint_digest_ignores_order_of_flags() -> None:
+def test_hardware_fingerprint_digest_ignores_order_of_flags_but_not_cores() -> None:
     def of(*flags: str, cores: int = 2) -> HardwareFingerprint:
         return HardwareFingerprint(
             machine="x86_64",

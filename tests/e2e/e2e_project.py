@@ -135,8 +135,8 @@ class Project:
         A rollback starts such a process.
         """
         for place in Path("/proc").glob("[0-9]*"):
+            # A process can end meanwhile, or belong to another user.
             with suppress(OSError):
-                # The process has ended, or belongs to another user.
                 if b"\0onnx_ops\0" in (place / "cmdline").read_bytes() and (place / "cwd").samefile(
                     self.root
                 ):

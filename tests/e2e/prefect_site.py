@@ -33,7 +33,6 @@ PASSWORD = "admin:of-the-tests"  # noqa: S105
 class PrefectSite:
     """A Prefect server, as a project and its workers use it.
 
-
     Args:
         project: whose flows run.
         home: where its processes keep their files and their log.

@@ -42,7 +42,7 @@ def train(data):
 class RawTable:
     """A table: the name of its file, its label, and the columns that are used.
 
-    `write` takes a generator and the number of rows, and returns the text of the file.
+    `write` takes a generator and the number of rows, and returns the bytes of the file.
     """
 
     file: str
@@ -114,10 +114,7 @@ def _adult(draw: Draw, count: int) -> bytes:
 
 
 def _wine(draw: Draw, count: int) -> bytes:
-    """Return measurements with semicolons, quoted names and decimal points.
-
-    The names contain spaces.
-    """
+    """Return measurements with semicolons, decimal points, and spaces in names."""
     values = draw.normal([8, 0.5, 10.4], [1.7, 0.2, 1.0], (count, 3)).round(3)
     good = (values[:, 2] - values[:, 1] * 3 + draw.normal(0, 0.5, count) > 9).astype(int)
     rows = [[*row, label] for row, label in zip(values.tolist(), good.tolist(), strict=True)]

@@ -1,4 +1,4 @@
-"""Champions that the command measures again.
+"""Champions that `onnx-ops recheck` measures again.
 
 They are measured unchanged, and under a runtime that computes differently.
 """

@@ -1,4 +1,4 @@
-"""`make demo`: three releases under load, and a rollback."""
+"""`make demo`: three releases under load, and two rollbacks."""
 
 from __future__ import annotations
 

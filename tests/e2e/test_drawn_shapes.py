@@ -26,7 +26,10 @@ def read_image(project: Project, name: str) -> bytes:
 
 
 def detect(project: Project, images: list[bytes], version: str = "") -> dict[str, Any]:
-    """Return the version and the boxes of each image, from the open inference protocol."""
+    """Return the version that answers, and the boxes that it finds in each image.
+
+    The request follows the open inference protocol.
+    """
     data = [base64.b64encode(image).decode() for image in images]
     tensor = {"name": "image", "datatype": "BYTES", "shape": [len(data)], "data": data}
     path = f"v2/models/drawn-shapes{version and f'/versions/{version}'}/infer"

@@ -1,4 +1,7 @@
-"""Dry runs of commands on a real project: they change no file, and equal the command."""
+"""Dry runs of commands on a real project.
+
+They change no file, and list what the command then does.
+"""
 
 from __future__ import annotations
 

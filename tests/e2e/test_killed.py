@@ -43,10 +43,7 @@ def stages(project: Project) -> list[str]:
 
 
 def check_ledger(root: Path) -> None:
-    """Assert that the ledger has no effect without an outcome.
-
-    Each action on the endpoint has exactly one outcome that counts.
-    """
+    """Assert that no intent is open and that one first deployment succeeded."""
     trusted = TrustedKeys(root / ".onnx-ops" / "keys", role="release")
     ledger = ObjectLedger(
         LocalObjects(root / ".onnx-ops" / "ledger"), LedgerKeys(lambda: trusted, lambda: None)

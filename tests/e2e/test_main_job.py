@@ -69,7 +69,9 @@ def test_registry_after_run_contains_variant_versions_and_champion(
     assert evidence["runtime"]["used"] == ["CPUExecutionProvider"]
 
 
-def test_second_run_without_changes_executes_no_stage(project: Project) -> None:
+def test_second_run_without_changes_executes_no_stage_and_imports_no_heavy_package(
+    project: Project,
+) -> None:
     """The run queries the registry for its versions, which must still exist.
 
     It loads no other package that is slow to import.
@@ -93,7 +95,7 @@ def test_run_with_changed_gate_judges_again_without_measuring(first: Any, projec
     assert kinds == {"gate", "register"}
     assert changed["registration"]["versions"] == first["registration"]["versions"]
     back = project.run()
-    assert back["executed"] == ["register"], "the registry is told the earlier decisions again"
+    assert back["executed"] == ["register"], "the registry records the earlier decisions again"
 
 
 def test_explain_of_registered_version_reproduces_decision(first: Any, project: Project) -> None:

@@ -89,10 +89,8 @@ def test_custom_operators_are_released_and_restored_with_model(project: Project)
     write_softsign(project.root / "models/softsign.onnx", scale=4.0)
     project.run(pipeline=PIPELINE)
     assert answer(project) == [-2.0, 0.0, 3.0]
-    (
-        project.root / "lib/libsoftsign.so"
-        # Neither a rollback nor a server needs the project's file.
-    ).unlink()
+    # Neither a rollback nor a server needs the project's file.
+    (project.root / "lib/libsoftsign.so").unlink()
     project.document("rollback", "softsign", "--reason", "test")
     assert answer(project) == [-1.0, 0.0, 1.5]
     stored, copies = find_libraries(project)

@@ -1,6 +1,6 @@
 """Stages on other machines, run by workers of pools in separate folders.
 
-The workers are killed during a stage, and their runs are cancelled.
+Tests kill workers and stages, and cancel runs.
 """
 
 from __future__ import annotations

@@ -122,7 +122,7 @@ def test_post_of_events_with_wrong_password_raises_service_unavailable_error(
         pytest.raises(ServiceUnavailableError) as caught,
     ):
         post([beat("nobody")])
-    assert "of-the-tests" not in str(caught.value)
+    assert "admin:wrong" not in str(caught.value)
 
 
 @pytest.mark.nightly

@@ -130,7 +130,7 @@ def test_flow_run_with_failed_gate_fails_with_its_task_run(
     assert runs["deploy digits @ cpu-1t"]["state_name"] == "Skipped"
 
 
-def test_rollback_deployment_is_recorded_in_ledger(
+def test_rollback_deployment_serves_previous_version_and_is_recorded_in_ledger(
     first: dict[str, Any], site: PrefectSite
 ) -> None:
     before = site.project.status()

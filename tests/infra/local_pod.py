@@ -28,7 +28,10 @@ exec unshare --user --map-user="$USER_ID" --map-group="$USER_ID" "$@"
 """
 _UNSHARE = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-ec", _ISOLATE, "sh")
 _LIMIT = 'ulimit -S -d "$MEMORY_KIB"; exec "$@"'
-"""Sets the memory limit. Stages of a pipeline replace this limit of their processes."""
+"""Command that limits memory.
+
+Stages of a pipeline replace this limit for their processes.
+"""
 
 
 def parse_memory(limit: str) -> int:

@@ -42,7 +42,7 @@ BICEP = INFRA / "azure" / "onnx-ops.bicep"
     ],
     ids=lambda command: f"{command[0]}-{command[2]}",
 )
-def test_linter_of_infra_file_reports_no_problem(command: tuple[str, ...]) -> None:
+def test_linter_of_infra_or_github_file_reports_no_problem(command: tuple[str, ...]) -> None:
     done = tool(*command)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -140,7 +140,7 @@ def test_compose_file_contains_no_secret_value() -> None:
             assert not name.endswith(("PASSWORD", "SECRET", "ACCESS_KEY", "TOKEN"))
 
 
-def test_compose_services_run_without_privileges_on_read_only_root() -> None:
+def test_compose_services_of_platform_image_have_no_privileges_and_read_only_root() -> None:
     ours = [
         service for service in services().values() if "ONNX_OPS_PLATFORM_IMAGE" in service["image"]
     ]

@@ -225,7 +225,7 @@ def complete(bill: Path, status: str, *reports: Path) -> Any:
     return json.loads(done.stdout) if done.returncode == 0 else done.stderr
 
 
-def test_bill_of_materials_includes_hashes_and_system_packages(tmp_path: Path) -> None:
+def test_bill_of_materials_includes_system_packages_and_requires_hashes(tmp_path: Path) -> None:
     bill, report = tmp_path / "bill.json", tmp_path / "report.json"
     components = [{"type": "library", "name": "typing_extensions", "version": "4.13"}]
     bill.write_text(json.dumps({"metadata": {}, "components": components}), encoding="utf-8")

@@ -1,4 +1,6 @@
-"""kubectl with a small API server: it applies the manifests and runs the commands of the guide.
+"""kubectl with a small API server.
+
+It applies the manifests and runs the commands of the guide.
 
 The pods are processes of this machine with the variables, volumes, user, memory limit and read-only
 root of the manifests.
@@ -39,7 +41,10 @@ pytestmark = pytest.mark.nightly
 
 @dataclass(kw_only=True)
 class Cluster:
-    """kubectl and the API server that it uses. `folder` is the working folder of commands."""
+    """kubectl and the API server that it uses.
+
+    `folder` is the working folder of commands.
+    """
 
     api: KubernetesApi
     folder: Path
@@ -251,7 +256,7 @@ def test_commands_of_guide_start_pods_whose_doctor_finds_no_fault(cluster: Clust
 
 
 def start_services(cluster: Cluster, volumes: Path, project: Path) -> None:
-    """Apply the services with the secrets that they name, and start the reconciler's pod."""
+    """Apply the services and their secrets, and start the reconciler's pod."""
     cluster.succeed("kubectl apply -f infra/kubernetes/onnx-ops.yaml")
     text = (KUBERNETES / "onnx-ops.yaml").read_text(encoding="utf-8")
     commands = re.findall(r"^# +(kubectl .* create .*)$", text, re.MULTILINE)

@@ -191,7 +191,7 @@ def test_entrypoint_reads_all_variables_of_manifest_and_becomes_replica(
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
-def test_example_locations_are_valid_options(example: str) -> None:
+def test_example_locations_are_valid_options_without_secrets(example: str) -> None:
     variables = read_literals(example)
     read_replica_options(
         {"control": variables[FOLLOW_VARIABLE], "reports": variables[REPORTS_VARIABLE]}
@@ -215,7 +215,7 @@ def test_probes_use_live_path_for_restarts_and_ready_path_for_traffic() -> None:
     assert container["readinessProbe"]["httpGet"]["path"] == "/v2/health/ready"
 
 
-def test_pod_without_lease_is_not_ready_before_it_refuses_requests() -> None:
+def test_pod_without_lease_becomes_unready_before_it_refuses_requests() -> None:
     probe = read_container()["readinessProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] + probe["timeoutSeconds"] < NOTICE_S
 
@@ -262,7 +262,7 @@ def test_autoscaler_sets_replicas_and_updates_keep_all_of_them() -> None:
     assert base["PodDisruptionBudget"]["spec"]["unhealthyPodEvictionPolicy"] == "AlwaysAllow"
 
 
-def test_network_policy_limits_egress_to_dns_and_public_https() -> None:
+def test_network_policy_permits_only_http_ingress_and_egress_to_dns_and_public_https() -> None:
     policy = read_base()["NetworkPolicy"]["spec"]
     assert policy["ingress"] == [{"ports": [{"port": "http", "protocol": "TCP"}]}]
     names, store = policy["egress"]
@@ -321,7 +321,7 @@ def test_kubectl_refuses_example_without_keys() -> None:
 
 
 def start_limited(command: list[str], limit_bytes: int) -> list[str]:
-    """Return a command whose processes may each have so many bytes of private memory."""
+    """Return a command that limits the private memory of each of its processes."""
     return ["sh", "-c", f'ulimit -d {limit_bytes // 1024}; exec "$@"', "sh", *command]
 
 
@@ -332,7 +332,10 @@ def read_memory_limit() -> int:
 
 
 def mount_key(key: Path, folder: Path) -> Path:
-    """Copy a key as Kubernetes mounts a ConfigMap: names are links into another folder."""
+    """Copy a key as Kubernetes mounts a ConfigMap.
+
+    The name of the key is a link into another folder.
+    """
     (folder / "..data").mkdir(parents=True)
     shutil.copy(key, folder / "..data")
     (folder / key.name).symlink_to(Path("..data") / key.name)

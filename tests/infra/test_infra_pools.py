@@ -196,7 +196,10 @@ def read_reconciler() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def read_variables(container: dict[str, Any], secrets: dict[str, str]) -> dict[str, str]:
-    """Return the variables of a container with the settings of runs, as the kubelet sets them."""
+    """Return the variables of a container, as the kubelet sets them.
+
+    They include the settings of runs.
+    """
     assert container["envFrom"] == [{"configMapRef": {"name": "onnx-ops"}}]
     (shared,) = [
         one

@@ -1,6 +1,6 @@
-"""Everything that the files of a new project name exists.
+"""The files of a new project refer only to things that exist.
 
-The names are those of actions, files, extras, commands, options and stages of the image.
+These are actions, files, extras, modules and stages of the image.
 """
 
 from __future__ import annotations

@@ -81,7 +81,10 @@ def _entry_points() -> Iterator[str]:
 
 
 def build_wheel(source: Path, folder: Path) -> Path:
-    """Build the wheel in a new folder without the files of an earlier build; return its path."""
+    """Build the wheel in a new folder, and return its path.
+
+    The folder has no files of an earlier build.
+    """
     shutil.copytree(
         ROOT / "onnx_ops", source / "onnx_ops", ignore=shutil.ignore_patterns("__pycache__")
     )

@@ -95,7 +95,7 @@ def test_build_of_other_user_in_other_folder_gives_same_bytes(
 
 
 @pytest.mark.nightly
-def test_source_distribution_builds_wheel_with_every_file_of_package(
+def test_source_distribution_builds_same_wheel_with_data_files_and_licence(
     archives: Path, tmp_path: Path
 ) -> None:
     (wheel,) = (archives / "dist").glob("*.whl")

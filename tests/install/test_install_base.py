@@ -37,7 +37,7 @@ ALLOWED = frozenset(
     pydantic-core pygments pyyaml rich scipy shellingham typer typing-extensions typing-inspection
     """.split()  # noqa: E501, SIM905 (a list of words reads better)
 )
-"""Distributions that the base may bring."""
+"""Distributions that the base installs."""
 
 GROUPS = {"platform", "demo", "docs", "dev", "auth"}
 """Extras that consist of others, or that no code of this project imports."""

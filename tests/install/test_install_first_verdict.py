@@ -22,7 +22,10 @@ pytestmark = pytest.mark.nightly
 
 
 def write_files(folder: Path) -> None:
-    """Write `fp32.onnx`, exported by PyTorch, and `int8.onnx`, quantized by ONNX Runtime."""
+    """Write a model exported by PyTorch, and one quantized by ONNX Runtime.
+
+    Their names are `fp32.onnx` and `int8.onnx`.
+    """
     # torch is slow to import, and only this test needs it.
     import torch
 

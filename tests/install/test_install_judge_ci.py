@@ -1,4 +1,7 @@
-"""The action and the hooks of the page about judging files in CI, with the built wheel."""
+"""The action and the hooks of the page about judging files in CI.
+
+They install the built wheel.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A new project on machines without this project's packages.
 
-What its files name exists, and its workflows run.
+Its workflows run, and the image installs the right packages.
 """
 
 from __future__ import annotations

@@ -144,7 +144,6 @@ class World:
 def open_world(onnx_ops: Path, folder: Path, preset: PresetName) -> Iterator[World]:
     """Yield a committed project; end the processes that its jobs have left.
 
-
     Args:
         onnx_ops: the command of an installed release, which makes the project.
     """

@@ -115,7 +115,7 @@ def test_judge_action_with_unusable_wheel_reports_error_and_judges_nothing(tmp_p
     assert (tmp_path / "output").read_text(encoding="utf-8") == "verdict=error\n"
 
 
-def test_pre_commit_hooks_run_existing_commands() -> None:
+def test_pre_commit_hooks_run_check_and_judge() -> None:
     hooks = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
     assert {hook["id"]: hook["entry"] for hook in hooks} == {
         "onnx-ops-check": "onnx-ops check --static",

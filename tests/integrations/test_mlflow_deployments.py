@@ -174,7 +174,7 @@ def test_create_deployment_with_invalid_request_binds_nothing(
     assert client.list_deployments() == []
 
 
-def test_update_deployment_with_other_model_or_target_raises_mlflow_exception(
+def test_deployment_client_with_forbidden_change_of_endpoint_raises_mlflow_exception(
     client: mlflow_deployments.OnnxOpsDeployments,
 ) -> None:
     from mlflow.exceptions import MlflowException

@@ -127,7 +127,7 @@ RULED_OUT: list[tuple[Attempt, str]] = [
 
 
 @pytest.mark.parametrize(("attempt", "reason"), REFUSED)
-def test_change_without_matching_decision_is_refused(
+def test_change_that_contradicts_or_evades_signed_decision_is_refused(
     plain: Guarded, attempt: Attempt, reason: str
 ) -> None:
     with pytest.raises(RefusedError, match=reason):
@@ -135,7 +135,7 @@ def test_change_without_matching_decision_is_refused(
 
 
 @pytest.mark.parametrize(("attempt", "reason"), RULED_OUT)
-def test_change_reserved_by_policy_for_other_users_is_refused(
+def test_change_without_valid_override_is_refused(
     ruled: Guarded, attempt: Attempt, reason: str
 ) -> None:
     with pytest.raises(RefusedError, match=reason):

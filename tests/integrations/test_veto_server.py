@@ -146,7 +146,7 @@ def test_registry_client_set_alias_raises_refusal_of_server(
         registry("alice").set_alias(failed.model, CHALLENGER, failed.version)
 
 
-def test_set_tag_with_forged_decision_returns_403(
+def test_forging_or_deletion_of_decision_tag_returns_403(
     veto_server: GuardedServer, versions: tuple[VersionRecord, VersionRecord]
 ) -> None:
     passed, failed = versions

@@ -180,7 +180,7 @@ class TestQueries:
     def test_score_of_queries_in_rows_equals_score_of_queries_by_group(
         self, model: Path, scores: Any
     ) -> None:
-        """100 rows with 4 scores each are 100 queries, or 25 queries of one score per row."""
+        """25 queries with 4 items each are 25 rows, or 100 rows in 25 groups."""
         rng = np.random.default_rng(0)
         group = np.repeat(np.arange(25), 4)
         grades = rng.integers(0, 3, (25, 4)).astype(np.float64)

@@ -93,4 +93,7 @@ def test_compare_rows_without_stored_rows_returns_nothing(store: ContentStore) -
     mine = kept(store, RMSE, LABEL)
     assert compare_rows(store, mine, evidence_of()) == ()
     assert compare_rows(store, mine, evidence_of(raw=digest_bytes(b"elsewhere"))) == ()
+
+
+def test_extract_rows_of_metric_without_values_per_row_returns_nothing() -> None:
     assert extract_rows(MetricDefinition(name="auc"), LABEL, LABEL) == {}

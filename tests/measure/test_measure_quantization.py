@@ -1,4 +1,4 @@
-"""Activations of a quantized variant, compared with those of the float export."""
+"""Weights and activations of a quantized variant, compared with the export."""
 
 from __future__ import annotations
 

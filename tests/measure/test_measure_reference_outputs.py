@@ -182,7 +182,9 @@ def test_reference_of_rows_with_nan_puts_missing_values_inside_domain(tmp_path: 
 
 # torch itself causes this warning.
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
-def test_parity_gate_of_recurrent_export_with_nan_difference_is_advisory(tmp_path: Path) -> None:
+def test_parity_gate_of_recurrent_export_with_nan_difference_is_advisory_unless_configured(
+    tmp_path: Path,
+) -> None:
     """The runtime's kernels return a number for NaN, and the source returns NaN."""
     import torch
 
@@ -270,7 +272,7 @@ def test_reference_of_slow_source_with_few_rows_limits_other_groups(
 
 
 class Ranked:
-    """A source that returns the elements of the reversed row in the order of the row."""
+    """A source that ranks a row, and reads the reversed row at these indices."""
 
     def reference(self, model: object, inputs: Tensors, precision: str) -> Tensors:
         x = inputs["x"]

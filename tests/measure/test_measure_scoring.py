@@ -365,7 +365,7 @@ def test_measure_metrics_of_user_metric_passes_predictions_and_labels(
         (MetricDefinition(name="cosine"), np.zeros((ROWS, 9)), "cannot be compared row by row"),
     ],
 )
-def test_measure_metrics_of_unreadable_answers_reports_failure(
+def test_measure_metrics_of_unfit_answers_or_labels_reports_failure(
     model: Path, definition: MetricDefinition, label: Any, why: str
 ) -> None:
     found = measured({CANDIDATE: model}, label, definition, MetricDefinition(name="top_k", k=3))
@@ -406,7 +406,7 @@ class TestReading:
     LABELS = np.array([1, 0, 2], dtype=np.int64)
     SCORES = np.array([[0.1, 0.7, 0.2], [0.8, 0.1, 0.1], [0.3, 0.3, 0.4]], dtype=np.float32)
 
-    def test_read_prediction_prefers_labels_to_scores(self) -> None:
+    def test_read_prediction_prefers_labels_to_scores_unless_output_is_named(self) -> None:
         outputs: dict[str, np.ndarray[Any, Any]] = {"scores": self.SCORES, "label": self.LABELS}
         assert read_prediction(ACCURACY, outputs).columns == 0
         named = read_prediction(MetricDefinition(name="accuracy", output="scores"), outputs)

@@ -1,4 +1,4 @@
-"""Speed measurements of a benchmark, look by look, with a scripted runtime."""
+"""Speed measurements up to each interim analysis, with a scripted runtime."""
 
 from __future__ import annotations
 
@@ -123,6 +123,11 @@ def test_measure_speed_with_incompatible_champion_omits_it_but_requires_export(
     assert found.ratios == ()
     with pytest.raises(MeasurementError):
         measured(scripted(models, refused=(models["fp32"],)), models, EVERYTHING, "fp32")
+
+
+def test_measure_speed_of_first_release_returns_values_without_comparisons(
+    models: dict[str, Path],
+) -> None:
     first_release = measured(scripted(models), models, EVERYTHING)
     assert (first_release.comparisons, first_release.ratios, len(first_release.throughput)) == (
         (),
@@ -187,7 +192,7 @@ def test_measure_starts_and_throughput_without_duration_raise_measurement_error(
     ("lost", "kept"),
     [((0, 3), (20, 30)), ((), (10, 20, 30, 1000)), ((0, 1, 2, 3), (10, 20, 30, 1000))],
 )
-def test_measure_latency_with_preempted_runs_excludes_them_from_quantiles(
+def test_measure_latency_excludes_preempted_runs_unless_all_were_preempted(
     lost: tuple[int, ...], kept: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples = RunSamples(

@@ -34,7 +34,7 @@ def test_call_training_with_withheld_data_set_raises_user_error(tmp_path: Path) 
         ("own_data", {"depth": 5}, ["own_data", 5]),
     ],
 )
-def test_call_training_passes_data_only_to_function_that_accepts_it(
+def test_call_training_passes_accepted_data_and_rejects_unknown_parameter(
     tmp_path: Path, name: str, parameters: dict[str, int], model: list[object]
 ) -> None:
     (tmp_path / "called_training.py").write_text(CODE)

@@ -180,7 +180,7 @@ def test_prepare_label_without_objects_raises_user_error(label: Any) -> None:
         prepare_label(MAP, label)
 
 
-def test_find_label_problem_of_other_number_of_keypoints_requires_sigmas() -> None:
+def test_find_label_problem_of_keypoints_requires_as_many_sigmas_and_answered_keypoints() -> None:
     answers = np.concatenate([make_detections(2, 1), np.ones((2, 1, 15))], axis=2)
     label = np.concatenate([make_objects(2), np.array([[[0.0, 600]]] * 2), np.ones((2, 1, 15))], 2)
     assert "5 values of sigmas" in find_label_problem(KEYPOINTS, as_dataset(label), {"y": answers})

@@ -34,7 +34,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_export_of_two_inputs_binds_them_by_name_in_any_order(
+def test_export_of_two_inputs_in_any_order_binds_names_and_refuses_other_inputs(
     isolated: Callable[[str], IsolatedExporter], name: str, tmp_path: Path
 ) -> None:
     exporter = isolated(MODELS[name])

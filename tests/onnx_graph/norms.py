@@ -1,4 +1,4 @@
-"""A normalization with loud channels, and the outputs of its products."""
+"""A normalization with outlier channels, and the outputs of its products."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ CHANNELS, OUTPUTS, LOUD = 32, 8, (3, 20)
 
 
 def write_norm(path: Path, form: str = "norm", *, loud: float = 60.0) -> Path:
-    """Write a normalization with two loud channels.
+    """Write a normalization with two outlier channels.
 
-    Its products have small weights there. `form` is its form in the file: one node, separate steps,
-    or one without a shift; by MatMul or by Gemm.
+    A MatMul and a Gemm multiply its output, with small weights for these channels. `form` is how
+    the file stores the normalization: `norm` (one node), `steps`, or `no shift` (steps without a
+    shift).
     """
     draw = np.random.default_rng(0)
     gain = np.ones(CHANNELS, dtype=np.float32)

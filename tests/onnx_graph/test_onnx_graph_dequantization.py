@@ -100,10 +100,7 @@ def test_write_dequantized_of_unknown_operator_raises_measurement_error(perceptr
 def test_write_dequantized_of_clip_folded_into_range_restores_it(
     tmp_path: Path, format_: str
 ) -> None:
-    """The bound of the Clip is a constant that the variant no longer has.
-
-    A residual sum is clipped too.
-    """
+    """The bound of the Clip is a constant that the variant no longer has."""
     from onnxruntime.quantization import QuantFormat, quantize_static
 
     from onnx_ops.adapters.optimizers.library import BatchReader

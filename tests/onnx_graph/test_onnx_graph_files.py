@@ -68,7 +68,7 @@ def test_read_model_info_returns_versions_inputs_outputs_and_size(perceptron: Pa
     assert found.size_bytes == perceptron.stat().st_size
 
 
-def test_read_model_info_of_external_weights_counts_their_bytes(tmp_path: Path) -> None:
+def test_read_model_info_and_read_model_of_external_weights_include_them(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     write_external(path, "weights.bin")
     assert read_model_info(path).size_bytes == path.stat().st_size + 8

@@ -86,7 +86,7 @@ def test_read_model_info_of_unknown_element_type_returns_undefined(perceptron: P
     assert read_model_info(perceptron).outputs[0].dtype == "undefined"
 
 
-def test_read_model_info_with_ai_onnx_domain_returns_default_opset(tmp_path: Path) -> None:
+def test_read_model_info_with_ai_onnx_domain_returns_it_as_default_domain(tmp_path: Path) -> None:
     path = write_perceptron(tmp_path / "model.onnx", opset=22)
     model = read_structure(path)
     model.opset_import[0].domain = "ai.onnx"

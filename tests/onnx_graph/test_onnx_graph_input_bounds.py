@@ -114,7 +114,7 @@ def test_read_input_bounds_of_index_into_input_returns_dimension_of_that_input(
         ("y = Equal(x, flat_table)", ()),
     ],
 )
-def test_read_input_bounds_of_compared_number_returns_constants(
+def test_read_input_bounds_of_compared_number_returns_constants_and_their_neighbours(
     nodes: str, expected: tuple[int, ...], tmp_path: Path
 ) -> None:
     text = f"(int64[n,4] x) => (bool y) {{ {nodes} }}"

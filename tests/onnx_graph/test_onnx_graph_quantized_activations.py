@@ -56,7 +56,7 @@ def quantized(
 
 @pytest.mark.parametrize("per_channel", [False, True])
 @pytest.mark.parametrize(("write", "feed"), [(write_perceptron, rows), (write_convolution, images)])
-def test_expand_integer_operators_keeps_outputs(
+def test_expand_integer_operators_keeps_outputs_and_weights_are_within_half_step(
     tmp_path: Path, write: Any, feed: Any, per_channel: bool
 ) -> None:
     source, derived = quantized(tmp_path, write, feed, per_channel=per_channel)
@@ -97,7 +97,7 @@ def test_expand_integer_operators_with_other_scale_keeps_it_for_consumer(tmp_pat
     assert [n.input[1] for n in readers] == ["other"]
 
 
-def test_expand_integer_operators_of_unknown_operator_raises_measurement_error() -> None:
+def test_expand_integer_operators_of_unknown_operator_or_opset_raises_measurement_error() -> None:
     text = "(uint8[1] x) => (uint8[1] y) { y = com.microsoft.QLinearReduceMean(x, s, z, s, z) }"
     for opset, message in ((18, "QLinearReduceMean"), (12, "opset 12")):
         with pytest.raises(MeasurementError, match=message):

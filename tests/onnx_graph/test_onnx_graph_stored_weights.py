@@ -147,7 +147,9 @@ def test_pair_quantized_weights_of_transposed_weight_records_orientation(tmp_pat
     assert max(steps(paired).values()) <= 0.51
 
 
-def test_pair_quantized_weights_of_constant_quantized_at_run_time_reads_it(tmp_path: Path) -> None:
+def test_pair_quantized_weights_of_constant_quantized_at_run_time_reads_it_with_clipping(
+    tmp_path: Path,
+) -> None:
     source = write_source(tmp_path)
 
     def parts(weight: np.ndarray, name: str, most: float = 127) -> tuple[list[Any], list[Any]]:
@@ -173,9 +175,9 @@ def test_pair_quantized_weights_of_constant_quantized_at_run_time_reads_it(tmp_p
 
 
 def write_fused(path: Path, operator: str) -> Path:
-    """Write the source with an integer product as ONNX Runtime fuses it.
+    """Write the source with integer products as ONNX Runtime fuses them.
 
-    Its bias is 0.
+    Their biases are 0.
     """
     nodes, tensors = [], []
     if operator == "MatMulIntegerToFloat":
@@ -244,7 +246,7 @@ def test_pair_quantized_weights_with_wrong_scale_shape_lists_them_as_unpaired(
 
 @pytest.mark.parametrize("directions", [1, 2])
 @pytest.mark.parametrize("per_channel", [False, True])
-def test_pair_quantized_weights_of_dynamic_lstm_finds_originals(
+def test_pair_quantized_weights_of_dynamic_lstm_finds_originals_even_of_renamed_wrong_weights(
     directions: int, per_channel: bool, tmp_path: Path
 ) -> None:
     rng = np.random.default_rng(3)

@@ -272,7 +272,7 @@ def test_build_split_probes_of_trees_behind_other_operator_returns_none(
     assert build_split_probes(path, samples) is None
 
 
-def test_build_split_probes_with_cycle_or_unknown_feature_does_not_fail(
+def test_build_split_probes_with_cycle_returns_probes_and_with_unknown_feature_none(
     forest: tuple[Any, dict[str, Any], Path],
 ) -> None:
     _, samples, path = forest

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def in_flow(work: Callable[[], Any]) -> State[Any]:
-    """Do something in a flow run; return its final state, or raise its error."""
+    """Call `work` in a flow run; return the final state, or raise the error of `work`."""
     from prefect import flow
 
     errors: list[Exception] = []

@@ -261,7 +261,9 @@ def test_environment_of_contradicting_blocks_raises_user_error(saved: None, tmp_
     )
 
 
-def test_environment_of_unknown_block_raises_user_error(saved: None, tmp_path: Path) -> None:
+def test_environment_of_unknown_or_foreign_block_raises_user_error(
+    saved: None, tmp_path: Path
+) -> None:
     from prefect.blocks.system import Secret
 
     from onnx_ops.orchestration.environment import environment

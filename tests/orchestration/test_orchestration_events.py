@@ -196,7 +196,9 @@ def test_events_during_server_outage_are_sent_later(prefect_server: None) -> Non
     assert len(later[NAME].sent) == len(chat.received) + 2, "a start and an advance beside"
 
 
-def test_events_without_configured_server_are_skipped(unset: None) -> None:
+def test_events_without_configured_server_are_skipped_and_check_raises_user_error(
+    unset: None,
+) -> None:
     context = Scene().context
     assert with_events(context) is context
     emit_run_events(context, PIPE, summary(UNSERVED, 1, outcomes=DONE))
@@ -204,10 +206,13 @@ def test_events_without_configured_server_are_skipped(unset: None) -> None:
         PrefectEvents().check()
 
 
-def test_prefect_events_notifier_with_options_raises_user_error(prefect_server: None) -> None:
+def test_prefect_events_notifier_wants_steps_and_check_names_server(prefect_server: None) -> None:
     notifier: Notifier = PrefectEvents()
     assert notifier.wants_steps
     assert not FakeNotifier().wants_steps
     assert notifier.check().startswith("as events, to Prefect's server at http")
+
+
+def test_prefect_events_notifier_with_options_raises_user_error(prefect_server: None) -> None:
     with pytest.raises(UserError, match="prefect-events has no options"):
         PrefectEvents({"name": "ops"})

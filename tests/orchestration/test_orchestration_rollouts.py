@@ -180,7 +180,7 @@ def test_prefect_notifier_sends_message_through_block(block: WebhookSink, tmp_pa
     assert "Undo: onnx-ops promote digits-mlp/3" in letter.document["body"]
 
 
-def test_prefect_notifier_with_unknown_block_raises_user_error(
+def test_prefect_notifier_with_unknown_or_malformed_block_raises_user_error(
     prefect_server: None, tmp_path: Any
 ) -> None:
     with pytest.raises(UserError, match="the block does not exist"):
@@ -190,7 +190,7 @@ def test_prefect_notifier_with_unknown_block_raises_user_error(
             PrefectNotifier({"block": name}, tmp_path)
 
 
-def test_prefect_notifier_with_failing_block_raises_service_unavailable_error(
+def test_prefect_notifier_with_failing_block_raises_service_unavailable_error_without_url(
     prefect_server: None, tmp_path: Any
 ) -> None:
     from prefect.blocks.notifications import CustomWebhookNotificationBlock

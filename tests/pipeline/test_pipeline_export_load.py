@@ -1,6 +1,6 @@
 """A file that the runtime cannot load fails the stage that wrote it.
 
-The error names the node.
+The error names the node or the input that causes it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def test_require_loadable_with_valid_file_passes(tmp_path: Path, stage: Stage) -
 
 
 @pytest.mark.parametrize("fault", ["unknown input", "types", "no kernel"])
-def test_require_loadable_with_invalid_file_names_node(
+def test_require_loadable_with_invalid_file_names_node_or_input(
     tmp_path: Path, stage: Stage, fault: str
 ) -> None:
     kind = TensorProto.BFLOAT16 if fault == "no kernel" else TensorProto.FLOAT
@@ -112,7 +112,7 @@ def quantize_with_a_lost_input(tmp_path: Path, family: str) -> Manifest:
     )
 
 
-def test_quantize_with_unloadable_variant_names_node(tmp_path: Path) -> None:
+def test_quantize_with_unloadable_variant_names_input_and_remedy(tmp_path: Path) -> None:
     with pytest.raises(MeasurementError, match="cannot load the quantized file") as caught:
         quantize_with_a_lost_input(tmp_path, "x86")
     assert "lost" in caught.value.why

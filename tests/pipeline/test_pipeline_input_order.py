@@ -114,7 +114,9 @@ def test_export_is_ordered_only_if_all_data_sets_list_same_order(
     assert planned(*sections)["export"].settings["ordered"] is declared
 
 
-def test_arrange_features_restores_column_order_of_training(tmp_path: Path) -> None:
+def test_arrange_features_restores_column_order_of_training_and_rejects_other_columns(
+    tmp_path: Path,
+) -> None:
     """Two tables with different column orders give the same matrix."""
     (tmp_path / "train.csv").write_text("income,age,label\n1.5,2.5,0\n")
     (tmp_path / "test.csv").write_text("label,age,income\n0,2.5,1.5\n")

@@ -113,7 +113,7 @@ def test_plan_with_user_model_needs_no_training_data() -> None:
     assert brought.settings["model"] == "models/m.onnx"
 
 
-def test_plan_without_key_or_registry_has_no_release_stages() -> None:
+def test_plan_without_key_or_register_section_has_no_release_stages() -> None:
     last = (StageKind.REGISTER, StageKind.PROMOTE, StageKind.DEPLOY)
     for some in (
         planned(probe=TableProbe(key=None)),
@@ -214,7 +214,7 @@ def test_keys_of_scores_and_benchmark_depend_on_code_of_decoder() -> None:
     assert stages >= BENCHMARKS | {"score/fp32@cpu#1", "score/fp32@cpu#2"}
 
 
-def test_key_of_benchmark_depends_on_versions_of_metric_packages() -> None:
+def test_benchmark_tools_contain_version_of_gated_metric_package() -> None:
     gate = MetricGate(name="wer", max=0.1)
     assert plan_with(gate)["benchmark/fp32@cpu"].tools["jiwer"] == plugins.version("jiwer")
     assert "jiwer" not in planned()["benchmark/fp32@cpu"].tools
@@ -392,7 +392,7 @@ def test_plan_with_selected_search_roles_has_only_their_variants() -> None:
     assert ids(planned(pipeline).stages, StageKind.QUANTIZE) == ["quantize/best-small"]
 
 
-def test_search_settings_contain_gated_metric() -> None:
+def test_search_settings_contain_gated_metric_or_accuracy() -> None:
     for gates, expected in (
         (SEARCHED.gates, ("rmse", True)),
         (PIPELINE.gates, ("accuracy", False)),
@@ -401,7 +401,7 @@ def test_search_settings_contain_gated_metric() -> None:
         assert (metric["definition"]["name"], metric["lower"]) == expected
 
 
-def test_search_key_changes_with_budget_metric_data_and_machine() -> None:
+def test_search_key_changes_with_budget_metric_data_optimizer_and_machine() -> None:
     before = planned(SEARCHED)
     again = replace(SEARCHED, quantize=(replace(ENTRY, budget=Budget(metric_drop=0.02)),))
     assert {"search/best", "quantize/best-fast"} <= changed(before, planned(again))

@@ -66,7 +66,7 @@ def evidence_of(variant: str) -> Evidence:
     )
 
 
-def test_register_stores_release_report_with_each_version(tmp_path: Path) -> None:
+def test_register_publishes_versions_with_metrics_report_and_package(tmp_path: Path) -> None:
     world = FakeWorld()
     context = world.context(root=tmp_path)
     store = context.store

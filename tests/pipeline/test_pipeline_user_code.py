@@ -1,4 +1,4 @@
-"""The digest of user code follows import statements, and nothing else."""
+"""The modules, files and packages that user code or a model file depends on."""
 
 from __future__ import annotations
 
@@ -92,6 +92,9 @@ def test_collect_user_code_ignores_unimported_files(project: Path, name: str) ->
 
 def test_collect_user_code_with_depends_includes_declared_files(project: Path) -> None:
     assert edited(project, "data.txt", depends=("data.txt",))
+
+
+def test_collect_user_code_with_missing_declared_file_raises_not_found_error(project: Path) -> None:
     with pytest.raises(NotFoundError, match=r"missing\.txt"):
         collect_user_code(("model:train",), project, ("missing.txt",))
 
@@ -284,7 +287,9 @@ def test_collect_user_code_records_version_of_installed_package(project: Path) -
     assert collect_user_code(("numpy.linalg:norm",), project).packages == {"numpy": np.__version__}
 
 
-def test_collect_user_code_of_project_module_records_no_package(project: Path) -> None:
+def test_collect_user_code_of_project_module_named_like_package_records_no_package(
+    project: Path,
+) -> None:
     (project / "yaml").mkdir()
     (project / "yaml" / "reader.py").write_text("def read(): ...\n")
     (project / "helper.py").write_text("from yaml.reader import read\n")

@@ -13,6 +13,7 @@ from onnx_ops.domain.pipeline import FileData
 from onnx_ops.errors import UserError
 from onnx_ops.measure.files import get_dataset, put_dataset
 from onnx_ops.pipeline.stages.data import build_dataset, find_data_problems
+from onnx_ops.ports import Dataset
 from onnx_ops.testing.fakes import FakeWorld
 from tests.support.command import run_command
 from tests.support.voice import make_voice_rows, write_voice_detector
@@ -88,17 +89,30 @@ def test_check_with_undeclared_row_axis_reports_export_dynamic(tmp_path: Path) -
         assert [problem["path"] for problem in json.loads(done.stdout)["problems"]] == paths
 
 
-def test_stored_dataset_with_values_and_other_row_axis_is_restored(tmp_path: Path) -> None:
-    rows = {**make_voice_rows(9), "y": np.arange(9), "rate": np.array(8000)}
+def restore_dataset(folder: Path, rows: Any) -> Dataset:
+    """Return a data set that was stored, and whose state has its rows on axis 1."""
     inputs = {"input": "input", "state": "state"}
     section = FileData(
         file="rows.npz", inputs=inputs, label="y", values={"sr": "rate", "gain": 0.5}
     )
-    store = FakeWorld().context(root=tmp_path).store
-    dataset = get_dataset(store, put_dataset(store, build_dataset(rows, section, "data/test")))
+    store = FakeWorld().context(root=folder).store
+    return get_dataset(store, put_dataset(store, build_dataset(rows, section, "data/test")))
+
+
+def make_rows() -> dict[str, Any]:
+    return {**make_voice_rows(9), "y": np.arange(9), "rate": np.array(8000)}
+
+
+def test_stored_dataset_with_values_and_other_row_axis_is_restored(tmp_path: Path) -> None:
+    dataset = restore_dataset(tmp_path, make_rows())
     assert (len(dataset), dataset.inputs["state"].shape) == (9, (2, 9, 5))
     assert dataset.values["sr"].tolist() == 8000
     assert dataset.values["gain"].dtype == np.float32
+
+
+def test_put_rows_first_moves_row_axis_and_rejects_axis_without_rows(tmp_path: Path) -> None:
+    rows = make_rows()
+    dataset = restore_dataset(tmp_path, rows)
     first = dataset.put_rows_first({"state": 1}).head(4)
     assert (len(first), first.inputs["state"].shape) == (4, (4, 2, 5))
     np.testing.assert_array_equal(first.inputs["state"][3], rows["state"][:, 3])

@@ -50,7 +50,7 @@ def test_check_image_within_limits_returns_header(content: bytes, kind: str) -> 
     assert check_image(content, LIMITS) == ImageHeader(kind, 20, 12)
 
 
-def test_sample_image_is_one_pixel() -> None:
+def test_sample_image_is_png_of_one_pixel() -> None:
     assert check_image(SAMPLE_IMAGE, LIMITS) == ImageHeader("PNG", 1, 1)
 
 
@@ -84,7 +84,7 @@ FRAME = JPEG.index(b"\xff\xc0")
         (JPEG + b"\0" * 5000, "bytes, and the limit is 4096"),
     ],
 )
-def test_check_image_of_undecodable_or_too_large_image_raises_user_error_with_cause(
+def test_check_image_of_undecodable_or_over_limit_image_raises_user_error_with_cause(
     content: bytes, cause: str
 ) -> None:
     with pytest.raises(UserError) as caught:

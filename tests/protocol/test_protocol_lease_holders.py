@@ -21,7 +21,10 @@ HOLDER = (
 def test_alive_of_own_holder_returns_true() -> None:
     host = LocalHost()
     assert host.alive(host.holder())
-    assert host.holder().startswith(f"{socket.gethostname()}:{os.getpid()}:")
+
+
+def test_holder_begins_with_host_name_and_process_id() -> None:
+    assert LocalHost().holder().startswith(f"{socket.gethostname()}:{os.getpid()}:")
 
 
 def test_alive_of_killed_holder_returns_false() -> None:
@@ -34,7 +37,7 @@ def test_alive_of_killed_holder_returns_false() -> None:
         assert LocalHost().alive(holder)
         process.send_signal(signal.SIGKILL)
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        assert not LocalHost().alive(holder), "killed, and its parent has not asked for its end"
+        assert not LocalHost().alive(holder), "killed, and its parent has not waited for it"
         process.wait()
         assert not LocalHost().alive(holder)
 
@@ -47,7 +50,7 @@ def test_alive_of_reused_process_id_returns_false() -> None:
 @pytest.mark.parametrize(
     "holder", ["another-machine:1:1", f"{socket.gethostname()}:me:1", "", "nonsense"]
 )
-def test_alive_of_unknown_holder_returns_true(holder: str) -> None:
+def test_alive_of_foreign_or_malformed_holder_returns_true(holder: str) -> None:
     assert LocalHost().alive(holder)
 
 

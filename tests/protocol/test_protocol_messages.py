@@ -12,7 +12,7 @@ from onnx_ops.protocol.messages import error_from_bytes, error_to_bytes
 
 
 @pytest.mark.parametrize("kind", [ConflictError, DigestMismatchError, ServiceUnavailableError])
-def test_error_bytes_keep_type_and_texts(kind: type[OnnxOpsError]) -> None:
+def test_error_from_bytes_of_encoded_error_keeps_type_and_texts(kind: type[OnnxOpsError]) -> None:
     error = kind("what", where="where", why="why", remedy="remedy")
     back = error_from_bytes(error_to_bytes(error))
     assert type(back) is kind

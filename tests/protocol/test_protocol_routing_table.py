@@ -103,7 +103,7 @@ def test_decode_table_of_damaged_bytes_raises_corrupt_state_error() -> None:
         decode_table(data + b"\0" * 512)
 
 
-def test_decode_table_of_other_documents_raises_corrupt_state_error() -> None:
+def test_decode_table_of_invalid_documents_raises_corrupt_state_error() -> None:
     good = json.loads(encode_table(build_next_table(None, state({"a": 100}))))
     content = {**good["table"], "layout": ["z"]}
     document: Any
@@ -128,7 +128,7 @@ def history() -> list[RoutingTable]:
     return [first, second, build_next_table(second, state({"a": 0, "b": 100}, 3))]
 
 
-def test_table_file_read_returns_last_written_table_or_previous_one(
+def test_table_file_read_returns_current_table_or_previous_one_if_current_is_missing(
     tmp_path: Path, history: list[RoutingTable]
 ) -> None:
     tables = TableFile(tmp_path)
@@ -153,8 +153,12 @@ def test_table_file_write_over_damaged_table_keeps_valid_previous_table(
     assert tables.read() == history[2]
     (tmp_path / CURRENT_FILE).write_bytes(b"{")
     assert tables.read() == history[0]
+
+
+def test_table_file_read_of_two_invalid_files_returns_none(tmp_path: Path) -> None:
+    (tmp_path / CURRENT_FILE).write_bytes(b"{")
     (tmp_path / PREVIOUS_FILE).write_bytes(b'{"format": "something else"}')
-    assert tables.read() is None
+    assert TableFile(tmp_path).read() is None
 
 
 def test_table_file_write_that_fails_keeps_previous_table(

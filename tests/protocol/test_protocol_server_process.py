@@ -53,7 +53,7 @@ def test_explain_unservable_of_unsupported_target_names_reason(target: Target, w
     assert why in explain_unservable(target, [CPU])
 
 
-def test_explain_unservable_accepts_threads_and_available_providers() -> None:
+def test_explain_unservable_of_supported_target_returns_empty_text() -> None:
     threads = Target(name="cpu-all", session=SessionSettings(intra_op_threads=0, spinning=True))
     assert explain_unservable(threads, [CPU]) == ""
     assert explain_unservable(ON_CUDA, [CUDA.name, CPU]) == ""
@@ -118,7 +118,9 @@ def test_list_workers_removes_files_of_ended_workers(tmp_path: Path) -> None:
     assert not reused.exists()
 
 
-def test_signal_worker_with_reused_pid_sends_nothing(tmp_path: Path) -> None:
+def test_signal_worker_signals_registered_worker_and_not_process_with_reused_id(
+    tmp_path: Path,
+) -> None:
     with sleeper() as worker, sleeper() as stranger:
         (tmp_path / WORKERS_FOLDER).mkdir()
         (tmp_path / WORKERS_FOLDER / str(worker.pid)).write_text(read_start_time(worker.pid) or "")

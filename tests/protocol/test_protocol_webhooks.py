@@ -37,7 +37,7 @@ def headers(
     }
 
 
-def test_verify_delivery_with_valid_signature_returns_model() -> None:
+def test_verify_delivery_with_valid_signature_returns_id_and_model() -> None:
     delivery = verify_delivery(headers(), BODY, secret=SECRET, now=NOW)
     assert (delivery.id, delivery.model) == ("d-1", "digits")
 
@@ -62,7 +62,7 @@ def test_verify_delivery_outside_tolerance_raises_refused_error(age: float) -> N
 
 @pytest.mark.parametrize("name", [ID_HEADER, TIMESTAMP_HEADER, SIGNATURE_HEADER])
 @pytest.mark.parametrize("value", [None, "", "x", "v1,", "v1,AAAA", "ÿ", "9" * 5000])
-def test_verify_delivery_with_changed_header_raises_invalid_signature_error(
+def test_verify_delivery_with_changed_or_missing_header_raises_invalid_signature_error(
     name: str, value: str | None
 ) -> None:
     given_headers = {

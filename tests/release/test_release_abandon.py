@@ -37,7 +37,7 @@ def scene() -> Scene:
 
 
 @pytest.mark.parametrize("moved", [{"options": {"region": "b"}}, {"provider": "other"}])
-def test_bind_endpoint_with_changed_place_requires_abandon_reason(
+def test_bind_endpoint_with_changed_place_requires_abandon_reason_and_keeps_rejections(
     scene: Scene, moved: dict[str, object], golden: Golden
 ) -> None:
     config, before = replace(here(), **moved), scene.world.ledger.read("digits")  # type: ignore[arg-type]

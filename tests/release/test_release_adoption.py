@@ -200,7 +200,7 @@ def test_adoption_by_withdrawn_key_counts_only_where_key_is_trusted(site: Site) 
     assert set(site.read(MAIN, OTHER).keys) == {MAIN.key}
 
 
-def test_withdraw_key_by_unadmitted_machine_writes_nothing(site: Site) -> None:
+def test_withdraw_or_admit_key_by_unadmitted_machine_writes_nothing(site: Site) -> None:
     before = dict(site.objects.data)
     _, errors = withdraw_key(site.open(OTHER, MAIN, OTHER), MAIN.key)
     assert isinstance(errors[ENDPOINT], MissingKeyError)

@@ -119,6 +119,11 @@ def test_reconcile_each_with_one_damaged_ledger_moves_other_endpoints(site: Site
     reports, errors = reconcile_each(site.context, names)
     assert (set(reports), set(errors)) == ({"digits", "faces-eu"}, {"faces"})
     assert site.scene.traffic()["v2"] == 100
+
+
+def test_read_statuses_with_one_damaged_ledger_returns_other_endpoints(site: Site) -> None:
+    site.serve("a")
+    site.break_entry("faces", 1)
     found, untold = read_statuses(site.context, filter_endpoints(site.context, HistoryFilter()))
     assert [one.state.endpoint for one in found] == ["digits", "faces-eu"]
     assert isinstance(untold["faces"], CorruptStateError)
@@ -170,7 +175,7 @@ def test_champion_alias_beside_damaged_ledger_follows_observed_traffic(pair: Sit
     scene.world.registry.down = False
     provider = scene.world.provider
     its_own, back = (provider.observe(config_of(name)) for name in ("digits-eu", "digits"))
-    # The endpoint shows version 2, then does not respond, then shows version 1.
+    # The endpoint shows version 2, then no version, then version 1.
     for shown, champion in (
         (its_own, "2"),
         (None, "2"),
@@ -182,7 +187,7 @@ def test_champion_alias_beside_damaged_ledger_follows_observed_traffic(pair: Sit
     assert CHALLENGER not in scene.aliases()
 
 
-def test_roll_back_beside_damaged_ledger_of_sibling_pins_endpoint(pair: Site) -> None:
+def test_roll_back_beside_damaged_ledger_of_sibling_keeps_champion_alias(pair: Site) -> None:
     assert roll_back(pair.context, "digits").pending_aliases == ()
     reconcile_until_stable(pair.context, "digits")
     assert pair.scene.aliases()[CHAMPION] == "2"
@@ -274,6 +279,11 @@ def test_read_intact_of_damaged_ledger_returns_entries_before_damage(site: Site)
     assert site.context.ledger.read_intact("digits") == whole
     site.break_entry("digits", 3)
     assert site.context.ledger.read_intact("digits") == whole[:2]
+
+
+def test_find_corruption_returns_error_for_damaged_ledger_only(site: Site) -> None:
+    site.serve("a")
+    site.break_entry("digits", 3)
     assert isinstance(find_corruption(site.context, "digits"), CorruptStateError)
     assert find_corruption(site.context, "faces") is None
 

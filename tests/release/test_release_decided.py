@@ -96,7 +96,7 @@ def test_require_passing_decision_with_signed_pass_returns_decision() -> None:
     ),
     data=st.data(),
 )
-def test_signed_decision_with_altered_field_raises_refused_error(
+def test_failed_decision_with_altered_field_raises_refused_error(
     field: str, data: st.DataObject
 ) -> None:
     values: dict[str, st.SearchStrategy[Any]] = {
@@ -133,7 +133,7 @@ def test_signed_pass_counts_only_for_its_version_and_target(**about: Any) -> Non
 
 
 @given(st.binary(min_size=64, max_size=64), st.booleans())
-def test_decision_signed_by_untrusted_key_raises_invalid_signature_error(
+def test_decision_with_forged_or_untrusted_signature_raises_invalid_signature_error(
     noise: bytes, claims_trusted: bool
 ) -> None:
     genuine = signed(record(), STRANGER)

@@ -13,9 +13,7 @@ from tests.release.disk_scenes import on_disk
 from tests.release.release_scenes import on_trial
 
 
-def test_entry_log_of_signed_ledger_names_grant_of_each_entry_that_needs_one(
-    tmp_path: Path,
-) -> None:
+def test_entry_log_of_signed_ledger_verifies_all_entries_and_names_grants(tmp_path: Path) -> None:
     with on_disk(tmp_path):
         log = read_entry_log(on_trial().context, "digits")
     assert log.error is None
@@ -25,7 +23,9 @@ def test_entry_log_of_signed_ledger_names_grant_of_each_entry_that_needs_one(
     assert None not in log.grants
 
 
-def test_entry_log_reads_only_new_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_entry_log_continued_from_known_log_reads_only_new_entries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with on_disk(tmp_path):
         scene = on_trial()
         known = read_entry_log(scene.context, "digits")

@@ -192,7 +192,7 @@ class Attack:
                 stored[f"{ENDPOINT}/snapshot.json"] = json.dumps(document).encode()
 
     def write_registry(self) -> None:
-        """Move aliases, and remove marks of rollbacks."""
+        """Move aliases, and remove the tag of the rollback of version 2."""
         registry = self.scene.world.registry
         registry.set_alias(
             MODEL, self.draw.choice((CHAMPION, CHALLENGER)), self.draw.choice("12345")

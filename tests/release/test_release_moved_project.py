@@ -32,7 +32,7 @@ def kill_server(folder: Path) -> None:
 @pytest.mark.parametrize(
     "case", ["running", pytest.param("killed", marks=pytest.mark.nightly), "without its endpoints"]
 )
-def test_roll_back_in_moved_project_serves_previous_version(tmp_path: Path, case: str) -> None:
+def test_moved_project_serves_same_version_and_rolls_back(tmp_path: Path, case: str) -> None:
     old, new = tmp_path / "old", tmp_path / "new"
     old.mkdir()
     site = Site(old, real=True)

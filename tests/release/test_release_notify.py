@@ -1,4 +1,4 @@
-"""Notifications: no kill or outage loses one, and none delays a rollout."""
+"""Notifications: no kill, outage or concurrent process loses one."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def drive(scene: Scene) -> None:
     send_pending(scene.context, "digits")
 
 
-def test_rollback_notification_after_kill_is_sent_at_least_once() -> None:
+def test_rollback_notification_after_kill_is_sent_once_or_twice() -> None:
     copies = copies_of(lambda: with_chat(on_trial())[0])
     whole = copies()
     whole.faults = counted = Faults()

@@ -34,7 +34,7 @@ def overrides(scene: Scene) -> list[LedgerEntry]:
     ]
 
 
-def test_reconcile_with_signed_override_records_its_author(scene: Scene) -> None:
+def test_reconcile_with_signed_override_serves_version_and_records_author(scene: Scene) -> None:
     scene.give_override("2", "the old one is worse")
     scene.set_alias(CHALLENGER, "2")
     scene.reconcile()
@@ -55,7 +55,7 @@ def test_override_tag_without_trusted_signature_is_ignored(scene: Scene) -> None
     assert scene.traffic() == {"v1": 100}
 
 
-def test_override_signed_before_rollback_is_not_applied_again(scene: Scene) -> None:
+def test_override_after_rollback_is_applied_only_if_signed_later(scene: Scene) -> None:
     scene.give_override("2", "sure")
     scene.set_alias(CHALLENGER, "2")
     scene.reconcile()
@@ -195,7 +195,7 @@ def overridden_and_rolled_back() -> Scene:
 
 
 @pytest.mark.parametrize("alias", [CHALLENGER, CHAMPION])
-def test_rolled_back_version_in_new_ledger_is_refused(alias: str) -> None:
+def test_rolled_back_version_after_restore_of_older_ledger_is_refused(alias: str) -> None:
     """The old override is still valid.
 
     The registry records that the rollback came later.
@@ -211,7 +211,9 @@ def test_rolled_back_version_in_new_ledger_is_refused(alias: str) -> None:
 
 
 @pytest.mark.parametrize("hours", [0, -1], ids=["a right clock", "a slow clock"])
-def test_later_override_in_new_ledger_serves_rolled_back_version(hours: int) -> None:
+def test_later_override_after_restore_of_older_ledger_serves_rolled_back_version(
+    hours: int,
+) -> None:
     scene = overridden_and_rolled_back()
     scene.world.clock.advance(3600 * hours)
     scene.promote("2", override=True, reason="sure again")

@@ -104,7 +104,7 @@ def test_run_of_older_release_with_always_serves_it(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("by_hand", BY_HAND)
-def test_repeated_run_after_manual_promotion_moves_no_traffic(
+def test_repeated_run_after_manual_promotion_moves_no_traffic_until_new_release(
     scene: Scene, by_hand: Callable[[Scene, str], None]
 ) -> None:
     by_hand(scene, "1")
@@ -147,6 +147,7 @@ def test_run_after_manual_override_moves_no_traffic(scene: Scene) -> None:
     assert scene.traffic()["v2"] == 100
     assert run(scene, "1").left == "2"
     assert run(scene, "2").did == "serves already"
+    assert scene.traffic()["v2"] == 100
 
 
 @pytest.mark.parametrize("always", [False, True])
@@ -185,7 +186,7 @@ def test_run_after_failed_start_is_continued(scene: Scene) -> None:
     assert scene.traffic()["v3"] == 100
 
 
-def test_run_without_endpoint_keeps_manually_set_champion() -> None:
+def test_run_without_endpoint_keeps_manually_set_champion_unless_always() -> None:
     scene = Scene()
     for seed in ("a", "b"):
         version = scene.publish(seed)

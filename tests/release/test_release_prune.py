@@ -46,7 +46,7 @@ def scene() -> Scene:
     return scene
 
 
-def test_plan_pruning_keeps_served_and_newest_versions(scene: Scene, golden: Golden) -> None:
+def test_plan_pruning_keeps_served_newest_and_young_versions(scene: Scene, golden: Golden) -> None:
     found = plan(scene)
     assert versions(found) == ["1", "4"]
     golden(

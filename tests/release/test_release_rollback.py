@@ -74,6 +74,9 @@ def test_roll_back_moves_traffic_to_previous_version(scene: Scene) -> None:
 def test_roll_back_to_named_version_moves_traffic_to_it(scene: Scene) -> None:
     assert scene.roll_back(to="v1").moved_to == "v1"
     assert scene.traffic() == {"v1": 100, "v3": 0, "v2": 0}
+
+
+def test_roll_back_to_unknown_version_raises_not_found_error(scene: Scene) -> None:
     with pytest.raises(NotFoundError, match="v9 never served at this endpoint") as caught:
         scene.roll_back(to="9")
     assert "v1, v2, v3" in caught.value.remedy
@@ -122,7 +125,7 @@ def test_repeated_roll_back_of_unreachable_endpoint_keeps_version_to_restore(
 def test_repeated_roll_back_during_open_intent_raises_still_pending_error(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise a slow endpoint would never complete a repeated rollback."""
+    """If each repetition began it again, a slow endpoint would never complete it."""
     monkeypatch.setattr(rollback, "COMMAND_TIMEOUT_S", 0.01)
     owe(scene)
     pending = must(scene.state().pending_rollback)
@@ -350,7 +353,7 @@ def test_roll_back_with_lost_model_files_downloads_them_again(scene: Scene) -> N
     assert scene.traffic()["v2"] == 100
 
 
-def test_withdraw_request_of_pending_rollback_requires_reason(scene: Scene) -> None:
+def test_withdraw_request_removes_pending_rollback_only_with_reason(scene: Scene) -> None:
     owe(scene)
     with pytest.raises(UserError):
         withdraw_request(scene.context, "digits", reason=" ")
@@ -420,7 +423,7 @@ def test_roll_back_after_killed_abort_rejects_candidate(trial: Scene, reaches: b
 @pytest.mark.parametrize(
     "end", [Scene.restart, lambda scene: scene.world.clock.advance(121.0)], ids=["death", "time"]
 )
-def test_reconcile_after_lease_expiry_finishes_killed_rollback(
+def test_reconcile_after_end_of_holder_or_lease_finishes_killed_rollback(
     scene: Scene, end: Callable[[Scene], object]
 ) -> None:
     interrupted(scene, scene.roll_back)

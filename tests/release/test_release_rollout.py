@@ -58,7 +58,7 @@ def scene() -> Scene:
     return scene
 
 
-def test_first_deployment_reaches_full_traffic_immediately(scene: Scene) -> None:
+def test_first_deployment_reaches_full_traffic_and_is_mirrored_in_registry(scene: Scene) -> None:
     assert scene.promote(scene.publish("a")).did == "challenger"
     scene.reconcile()
     assert scene.traffic() == {"v1": 100}
@@ -112,7 +112,9 @@ def test_reconcile_of_stable_endpoint_changes_nothing(scene: Scene) -> None:
     assert len(scene.world.provider.applied) == 1
 
 
-def test_rollout_all_at_once_moves_full_traffic_and_keeps_previous(scene: Scene) -> None:
+def test_rollout_all_at_once_moves_full_traffic_and_retires_previous_after_a_day(
+    scene: Scene,
+) -> None:
     scene.serve(scene.publish("a"))
     scene.serve(scene.publish("b"))
     assert scene.traffic() == {"v2": 100, "v1": 0}
@@ -135,6 +137,10 @@ def test_canary_advances_one_step_per_operator_command() -> None:
     scene.reconcile()
     assert scene.traffic() == {"v2": 100, "v1": 0}
     assert scene.aliases() == {CHAMPION: "2", PREVIOUS: "1"}
+
+
+def test_pause_or_abort_without_rollout_raises_user_error() -> None:
+    scene = serving("a", "b")
     for ask in (lambda: scene.say(OperatorCommand.PAUSE), scene.abort):
         with pytest.raises(UserError, match="no rollout"):
             ask()
@@ -202,7 +208,7 @@ def test_new_challenger_during_trial_replaces_candidate(trial: Scene) -> None:
     assert trial.traffic() == {"v3": 10, "v1": 90}
 
 
-def test_reconcile_of_lost_endpoint_restores_it(trial: Scene) -> None:
+def test_reconcile_of_lost_or_externally_changed_endpoint_restores_it(trial: Scene) -> None:
     trial.world.provider.interfere("digits", None)
     trial.reconcile()
     assert trial.traffic() == {"v2": 10, "v1": 90}
@@ -436,9 +442,12 @@ def test_options_that_provider_cannot_apply_are_reported_and_tried_once(
     assert [report.did for report in scene.reconcile()] == ["reconfigure", ""]
 
 
-def test_bind_endpoint_with_other_model_or_target_raises_user_error(scene: Scene) -> None:
+def test_bind_endpoint_returns_true_only_for_changed_configuration(scene: Scene) -> None:
     assert bind_endpoint(scene.context, config_of("digits"), CANARY)
     assert not bind_endpoint(scene.context, config_of("digits"), CANARY)
+
+
+def test_bind_endpoint_with_other_model_or_target_raises_user_error(scene: Scene) -> None:
     for changes in ({"model": "faces"}, {"target": "edge"}):
         with pytest.raises(UserError, match="serves digits on cpu"):
             bind_endpoint(scene.context, replace(config_of("digits"), **changes), CANARY)  # type: ignore[arg-type]

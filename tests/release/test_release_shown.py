@@ -99,6 +99,10 @@ def test_pending_rollback_is_shown_by_status_history_doctor_and_metrics(
     assert 'onnx_ops_rollback_pending_seconds{endpoint="digits"} 0\n' in render_pending_metrics(
         scene.context
     )
+
+
+def test_pending_deletion_is_shown_by_metrics() -> None:
+    scene = serving("a", "b")
     scene.world.provider.down = True
     with pytest.raises(StillPendingError):
         delete_endpoint(scene.context, "digits")
@@ -112,5 +116,8 @@ def test_history_table_without_entries_prints_one_line(
 ) -> None:
     history_table(read_history(serving().context, HistoryFilter(model="other"))[0])
     golden("tables", capsys.readouterr().out)
+
+
+def test_history_table_prints_entries_of_endpoint(capsys: pytest.CaptureFixture[str]) -> None:
     history_table(read_history(serving().context, HistoryFilter())[0])
     assert "bound to digits" in " ".join(capsys.readouterr().out.split())

@@ -164,7 +164,7 @@ def _follow(world: World, place: int, replica: Replica, rules: Rules) -> Iterato
         )
     if replica.adopted > replica.reported:
         yield world.with_replica(place, replica._replace(reported=replica.adopted))
-    # A restarted replica has its table on disk, but the clock of its lease is lost.
+    # A restarted replica has lost the clock of its lease, so it ignores its table on disk.
     if world.restarts < rules.restarts:
         adopted, age = (replica.adopted, 0) if rules.restart_keeps_lease else (0, LEASE + 1)
         again = world.with_replica(

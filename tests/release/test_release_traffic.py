@@ -35,7 +35,9 @@ def make_sleep(scene: Scene, requests: int, **more: int) -> Callable[[float], No
 
 
 @pytest.mark.parametrize("make_scene", [begun, lambda: serving("a")])
-def test_measure_traffic_returns_rate_of_window(make_scene: Callable[[], Scene]) -> None:
+def test_measure_traffic_returns_rate_errors_and_latencies_of_window(
+    make_scene: Callable[[], Scene],
+) -> None:
     scene = make_scene()
     measured = measure_traffic(scene.context, "digits", 20.0, sleep=make_sleep(scene, 60, errors=3))
     assert measured.rate == pytest.approx(3.0)
@@ -115,7 +117,7 @@ def test_estimate_users_with_very_many_users_returns_number_of_requests() -> Non
     assert found == 10 * USER_BLOCKS
 
 
-def test_solve_users_inverts_units_of_epoch() -> None:
+def test_solve_users_inverts_units_of_epoch_or_returns_0_without_keys() -> None:
     units = {"errors": UnitCounts(candidate=(10,), stable=(630,))}
     split = GenerationUnits(generation=1, step=0, percent=10, is_drawn=True, epochs=10, units=units)
     # 100 users send 100 requests an epoch, so 63 of them are active: 1 - 1/e.

@@ -1,8 +1,8 @@
 """Webhook deliveries in any mix, and the reconciler that follows the registry.
 
 Deliveries are genuine, late, doubled, reordered, replayed or forged. A second reconciler receives
-no webhook. It looks whenever the first one is woken. Both must end alike. A delivery is therefore
-only a hint, and its claims change nothing.
+no webhook. It polls the registry whenever a delivery wakes the first one. Both must end in the same
+state. A delivery is therefore only a hint, and its claims change nothing.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Stage:
 
     def __post_init__(self) -> None:
         self.watchers = [
-            # With the longest interval, all passes and wake-ups run, also after refusals.
+            # At this interval no pass is skipped after a failure, so both reconcilers keep step.
             WatchLoop(
                 scene.context,
                 ReconcileQueue(),

@@ -179,7 +179,7 @@ def test_variant_rows_show_metrics_of_each_variant_and_champion() -> None:
 
 
 def test_variant_rows_of_compared_variant_scale_median_of_baseline_by_ratio() -> None:
-    """The machine was twice as slow while the variant's own runs were timed."""
+    """The machine was four times as slow while the variant's own runs were timed."""
     source, quantized = evidence_of(), evidence_of("int8-static")
     assert quantized.latency is not None
     slow = tuple(4 * ns for ns in quantized.latency.sorted_ns)

@@ -166,7 +166,7 @@ def release() -> list[Evidence]:
 
 
 class Page(HTMLParser):
-    """A parser that collects text and tables, and checks that every element is closed."""
+    """A parser that collects text and tags, and checks the order of closing tags."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -69,14 +69,14 @@ def test_slice_figure_without_judged_slice_is_left_out(slices: tuple[SliceResult
     assert list(slice_figures([decision(*slices)])) == []
 
 
-def test_slices_markdown_escapes_names_and_counts_rest() -> None:
+def test_slices_markdown_escapes_names_and_lists_slices_that_are_not_judged() -> None:
     (text,) = slices_markdown([decision(*SLICES)])
     assert "country=&lt;b&gt;" in text
     assert "❌ fail | -10% \\[-12, -8\\]% | 200 | 0.04" in text
     assert "not judged because of too few rows or groups: country=LI (12 rows)." in text
 
 
-def test_slice_table_has_all_slices() -> None:
+def test_slice_table_has_all_slices_and_short_table_only_judged_slices() -> None:
     (table,) = slice_tables([decision(*SLICES)])
     assert [cells[0] for _, cells in table.list_cells()] == [each.slice for each in SLICES]
     assert len(table.list_worst()) == 3

@@ -28,7 +28,7 @@ from tests.support.server import MAIN, Answer, ServerFamily, scaled
 INFER = "/v2/models/m/infer"
 X: Mapping[str, Any] = {"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]}
 ODD = {"x-odd": "1\r\nx-odd: 2"}
-"""A header with a repeated value, which has no meaning.
+"""A header without meaning that is sent twice.
 
 It makes the request unusual, so that the server takes its slow path.
 """

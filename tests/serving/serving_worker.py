@@ -80,10 +80,10 @@ class Worker:
         slow: whether requests are queued.
         queue, threads, deadline: of the queues.
         run_timeout: of runs, those on the event loop included.
-        bounds: arguments of `Connections` other than the usual ones.
+        bounds: arguments of `ConnectionLimits` other than the usual ones.
         hosts: which Host and Origin headers are answered.
         grpc_port: of gRPC; 0: none.
-        shadow_queue: mirrored requests that wait in the worker.
+        shadow_queue: how many mirrored requests can wait in the worker.
         feedback_key: of the tables; empty: answers have no tokens.
     """
 
@@ -162,7 +162,7 @@ class Worker:
             try:
                 yield self
             finally:
-                # The test has stopped the worker and closed its loop.
+                # The loop is closed if the test has stopped the worker.
                 with contextlib.suppress(RuntimeError):
                     self.loop.call_soon_threadsafe(self.stop.set)
                 thread.join()

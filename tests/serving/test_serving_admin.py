@@ -12,7 +12,7 @@ from onnx_ops.serving.admin import read_token
 
 
 @pytest.mark.parametrize("others", [0o040, 0o020, 0o010, 0o004, 0o002, 0o001])
-def test_read_token_with_access_for_others_raises_refused_error(
+def test_read_token_with_access_for_group_or_others_raises_refused_error(
     tmp_path: Path, others: int
 ) -> None:
     token = read_token(tmp_path)

@@ -1,7 +1,4 @@
-"""The image's entrypoint as each cloud starts it.
-
-The tests cover its variables, its model folder and its first requests.
-"""
+"""The image's entrypoint: its variables, its model folder and its exit codes."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ BODY = json.dumps({"inputs": {"x": [[1.0, 2.0]]}}).encode()
 
 
 class Container:
-    """The entrypoint in an environment with only the variables that a cloud sets."""
+    """The entrypoint as a process without the variables of the test run."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder, self._stack = folder, stack
@@ -78,10 +75,7 @@ def container(tmp_path: Path) -> Iterator[Container]:
 
 
 def released(folder: Path) -> Deployment:
-    """Write a model folder as a release leaves it in a container.
-
-    Its record names a location on another machine.
-    """
+    """Write a model with its record, as a release leaves it in a container."""
     deployment = scaling_deployment(folder / MODEL_FOLDER, name="v7", version="7", scale=2.0)
     (folder / DEPLOYMENT_FILE).write_bytes(codec.dumps(deployment))
     shutil.move(folder, moved := folder.with_name("moved"))
@@ -118,7 +112,7 @@ def test_container_with_plain_model_serves_it(container: Container, tmp_path: Pa
         ),
     ],
 )
-def test_container_with_invalid_start_exits_with_message_without_traceback(
+def test_container_with_invalid_argument_or_folder_exits_with_message_without_traceback(
     container: Container, arguments: list[str], environment: Mapping[str, str], code: int, said: str
 ) -> None:
     process = container.start(*arguments, **environment)
@@ -126,7 +120,7 @@ def test_container_with_invalid_start_exits_with_message_without_traceback(
     assert (process.returncode, said in output, "Traceback" in output) == (code, True, False)
 
 
-def test_container_with_changed_files_exits_with_digest_mismatch(
+def test_container_with_record_of_other_manifest_exits_with_digest_mismatch(
     container: Container, tmp_path: Path
 ) -> None:
     released(tmp_path / "ml")

@@ -56,7 +56,9 @@ def ask(server: ServerFamily, count: int, **headers: str) -> Counter[str]:
     return Counter(answer.headers[DEPLOYMENT_HEADER] for answer in answers)
 
 
-def test_table_without_lease_is_served_by_fallback(server: ServerFamily) -> None:
+def test_server_with_fallback_gives_candidate_traffic_only_during_lease(
+    server: ServerFamily,
+) -> None:
     assert ask(server, 40) == {"blue": 40}
     assert set_lease(server, 60).lapsed == 40
     assert ask(server, 60).keys() == {"blue", "green"}

@@ -186,7 +186,7 @@ def test_request_that_outlasts_its_epoch_memory_counts_once_as_error() -> None:
     assert [total(each, CELL_REQUESTS)["new"] for each in again] == [1, 0, 0, 1, 0, 0]
 
 
-def test_collect_returns_only_epochs_with_unchanged_table_and_watch() -> None:
+def test_collect_returns_only_complete_epochs_with_unchanged_table_and_watch() -> None:
     site = Site()
     # No watch is set in the first epoch, and counts begin in the next epoch.
     site.turn()
@@ -202,7 +202,7 @@ def test_collect_returns_only_epochs_with_unchanged_table_and_watch() -> None:
     assert list(site.closed()) == [(1, 1), (1, 2), (2, 5)]
 
 
-def test_collect_of_fresh_server_counts_first_epoch_from_its_start() -> None:
+def test_collect_of_fresh_server_includes_first_epoch() -> None:
     site = Site(is_fresh=True)
     site.counts.collect(WATCH)
     site.workers[0].count(site.draw, 2, 5, 500, 0.0)
@@ -313,7 +313,7 @@ def test_new_worker_counts_unanswered_requests_of_dead_worker_as_errors() -> Non
     assert (total(epoch, CELL_REQUESTS)["new"], total(epoch, CELL_ERRORS)["new"]) == (4, 1)
 
 
-def test_user_counts_after_rollout_end_are_stopped() -> None:
+def test_user_counts_stop_with_rollout_and_start_at_zero_in_next_one() -> None:
     site = Site()
     site.watch()
     site.workers[0].count(site.draw, 2, 5, 200, 0.0)
@@ -420,7 +420,11 @@ def test_decode_cells_of_encoded_cells_returns_same_values() -> None:
     read = decode_cells(encode_cells(cells, counts))
     assert all(np.array_equal(*pair) for pair in zip(read, (cells, counts), strict=True))
     assert [len(each) for each in decode_cells(encode_cells(cells[:0], counts[:0]))] == [0, 0]
-    for bad in (cells[::-1], np.array([0, 7, CELLS])):
+
+
+def test_decode_cells_with_unordered_or_unknown_cells_raises_value_error() -> None:
+    counts = np.arange(3 * 30).reshape(3, 30)
+    for bad in (np.array([KEYLESS_CELL, 7, 0]), np.array([0, 7, CELLS])):
         with pytest.raises(ValueError, match="cells"):
             decode_cells(encode_cells(bad, counts))
 
@@ -440,7 +444,7 @@ def ask(server: ServerFamily, **headers: str) -> str:
     return answer.headers["x-onnx-ops-deployment"]
 
 
-def test_server_counts_sum_all_workers_and_generations(
+def test_server_counts_cover_all_workers_generations_and_shadow_requests(
     server: ServerFamily, blue: Deployment, green: Deployment
 ) -> None:
     before = server.counts()
@@ -492,7 +496,7 @@ def test_counts_with_invalid_watch_return_400(server: ServerFamily) -> None:
         assert server.admin("POST", body, COUNTS_PATH).status == 400
 
 
-def test_watched_deployment_without_traffic_gets_cold_start_samples(
+def test_watched_deployments_get_cold_start_samples_in_turn(
     server: ServerFamily, blue: Deployment, green: Deployment
 ) -> None:
     asked = UserCountsRequest(limits_s={"blue": (), "green": ()})

@@ -65,7 +65,9 @@ def test_server_metadata_and_readiness_describe_published_model(steady: Server) 
         "/v2/models/m/versions/2/ready",
     ):
         assert steady.call("GET", path).status == 200
-    assert steady.call("GET", "/v2").json()["name"] == "onnx-ops"
+    metadata = steady.call("GET", "/v2").json()
+    assert metadata["name"] == "onnx-ops"
+    assert metadata["extensions"] == ["binary_tensor_data", "model_configuration", "statistics"]
     assert steady.call("GET", "/v2/models/m").json() == {
         "name": "m",
         "versions": ["1", "2"],
@@ -95,15 +97,12 @@ def test_infer_returns_outputs_and_deployment_headers(steady: Server) -> None:
     assert answer.headers["content-type"] == "application/json"
 
 
-def test_openapi_document_describes_served_model(steady: Server, server: Server) -> None:
+def test_openapi_document_describes_served_model_and_needs_publication(
+    steady: Server, server: Server
+) -> None:
     document = steady.call("GET", "/openapi.json").json()
     assert "/v2/models/m/infer" in document["paths"]
     assert steady.call("GET", "/version").body.decode() == document["info"]["version"]
-    assert steady.call("GET", "/v2").json()["extensions"] == [
-        "binary_tensor_data",
-        "model_configuration",
-        "statistics",
-    ]
     assert server.call("GET", "/openapi.json").status == 503
 
 
@@ -211,7 +210,9 @@ def started(folder: Path, port: int = 0) -> tuple[int, str]:
     return found.returncode, found.stderr
 
 
-def test_second_server_in_same_folder_is_refused(server: Server) -> None:
+def test_second_server_in_same_folder_is_refused_and_first_one_is_unaffected(
+    server: Server,
+) -> None:
     code, error = started(server.folder)
     assert (code, "another server uses" in error) == (4, True)
     assert server.record().pid == server.supervisor
@@ -220,7 +221,7 @@ def test_second_server_in_same_folder_is_refused(server: Server) -> None:
     assert not (server.folder / SERVER_FILE).exists()
 
 
-def test_server_start_with_problem_exits_with_code_without_traceback(
+def test_server_start_with_unusable_port_token_or_folder_exits_with_code_without_traceback(
     tmp_path: Path, server: Server
 ) -> None:
     code, error = started(tmp_path / "other", server.port)
@@ -260,7 +261,7 @@ def test_server_process_never_imports_pydantic_mlflow_prefect_or_onnx(tmp_path: 
     }
 
 
-def test_admin_listener_is_bound_to_loopback_only(server: Server) -> None:
+def test_admin_listener_is_bound_to_loopback_only_and_token_file_is_private(server: Server) -> None:
     text = Path(f"/proc/{server.record().pid}/net/tcp").read_text()
     port = f"{server.record().admin_port:04X}"
     listening = [line.split()[1] for line in text.splitlines()[1:] if line.split()[3] == "0A"]

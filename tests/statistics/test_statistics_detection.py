@@ -194,7 +194,7 @@ def test_average_precision_and_recall_with_image_weights_equal_those_of_repeated
     for _ in range(40):
         images = int(rng.integers(2, 12))
         label, answers = draw_boxes(rng, images, 3, 5)
-        # Equal scores in different images are kept; within an image, copies would alternate.
+        # Ties between images remain. Ties within an image would alternate in repeated images.
         answers[..., 4] += np.arange(answers.shape[1]) * 1e-6
         weights = rng.integers(0, 4, images)
         weights[0] = 1

@@ -63,7 +63,7 @@ class TestNumbers:
         [np.ones((3, 2)), np.array([1.0, np.nan]), np.array(["a", None], object), np.array([1j]),
          np.array(["2026-01-01", "NaT"], "M8[D]")],
     )  # fmt: skip
-    def test_number_groups_with_missing_or_several_values_per_row_returns_none(
+    def test_number_groups_with_missing_complex_or_several_values_per_row_returns_none(
         self, array: Any
     ) -> None:
         assert number_groups(array) is None

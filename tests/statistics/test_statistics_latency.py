@@ -79,9 +79,9 @@ def decide(logs: Logs, tolerance: float) -> tuple[Verdict, int]:
 
 
 class Simulation:
-    """The number of trials of the gate.
+    """Simulated decisions of the gate.
 
-    It is the full number where the suite makes complete sweeps, and a quarter of that elsewhere.
+    All trials are simulated where the suite makes complete sweeps, and a quarter elsewhere.
     """
 
     def __init__(self, whole: bool) -> None:
@@ -176,7 +176,7 @@ class TestErrorRates:
             pytest.param(1.10, 6, 0.5, (0, 1), (0.99, 1), id="10 % slower, preemptions unnoticed"),
         ],
     )
-    def test_latency_decision_at_five_percent_limit_separates_equal_from_slower(
+    def test_latency_decision_of_model_away_from_five_percent_limit_rarely_errs(
         self,
         simulation: Simulation,
         ratio: float,
@@ -218,7 +218,8 @@ class TestUnsteadyHost:
         rng, decided = np.random.default_rng(seed), []
         for _ in range(simulation.trials(80)):
             looks = []
-            # Interim analyses follow one another, as in the stage `benchmark`.
+            # As in the stage `benchmark`, the rounds up to the next interim analysis are measured
+            # together. Here, the effect of the probe is estimated from these rounds alone.
             for rounds in np.diff((0, *(look for look in LOOKS if look <= FULL_RUN))):
                 shape = (int(rounds), BLOCKS, 3, 10)
                 slow = (rng.random(shape).ravel() < SPELL_ENDS).cumsum().reshape(shape) % 2
@@ -264,7 +265,7 @@ class TestCompare:
         assert (found.estimate, found.low, found.high) == pytest.approx((2.0, 2.0, 2.0))
         assert found.rest == pytest.approx(math.exp(DRIFT * 30 / 40))
 
-    def test_compare_of_one_pair_is_inconclusive_and_of_none_raises_value_error(self) -> None:
+    def test_compare_of_one_pair_is_inconclusive_and_of_empty_pair_raises_value_error(self) -> None:
         found = compare([[3.0]], tolerance=0.05)
         assert (found.verdict, found.low, found.high) == (Verdict.INCONCLUSIVE, 0.0, math.inf)
         with pytest.raises(ValueError, match="no session pair"):
@@ -475,7 +476,9 @@ class TestQuantileGate:
         assert quick + slow or (found.low, found.high) == (0.0, math.inf)
 
     @pytest.mark.parametrize("q", [0.5, 0.99])
-    def test_compare_latency_quantile_errs_in_at_most_five_percent(self, q: float) -> None:
+    def test_compare_latency_quantile_of_runs_at_limit_errs_in_at_most_five_percent(
+        self, q: float
+    ) -> None:
         from scipy import stats
 
         rng = np.random.default_rng(11)

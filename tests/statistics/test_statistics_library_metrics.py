@@ -241,8 +241,8 @@ def test_metric_step_is_none_for_means_and_numbers_and_at_most_one_otherwise(nam
     """The step is that of a row of average length and content."""
     definition, label, answers = DRAW[name](name, SEED)
     side = build_metric_statistic(definition, label, answers)
-    assert (side.step is None) == (METRICS[name].reads in ("numbers",) or name in MEANS)
-    assert side.step is None or 0 <= side.step <= 1
+    assert (side.step is None) == (METRICS[name].reads in ("numbers",) or name in MEANS), SEED
+    assert side.step is None or 0 <= side.step <= 1, SEED
 
 
 MEANS = {"brier", "log_loss"}

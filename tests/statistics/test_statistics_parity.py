@@ -102,7 +102,7 @@ class TestFloats:
         assert found.noise == pytest.approx(noise, rel=1e-3)
         assert found.ratio <= LIMIT
 
-    def test_measure_output_with_different_shape_reports_mismatch_but_not_without_rows(
+    def test_measure_output_of_other_shape_reports_mismatch_and_without_rows_does_not(
         self,
     ) -> None:
         y = np.ones((4, 3))
@@ -202,7 +202,7 @@ class TestLabels:
             pytest.param(NONE, NONE, NONE, 0, id="no rows"),
         ],
     )
-    def test_measure_output_of_labels_counts_each_row_once_if_source_is_consistent(
+    def test_measure_output_of_labels_counts_each_wrong_row_once_if_source_is_sure_of_it(
         self, onnx: Any, single: Any, double: Any, error: float
     ) -> None:
         assert measured(*map(np.asarray, (onnx, single, double))).error == error
@@ -490,7 +490,7 @@ class TestTies:
             ),
         ],
     )
-    def test_is_ranked_by_scores_returns_whether_scores_explain_answers(
+    def test_is_ranked_by_scores_returns_true_for_unsure_source_or_if_scores_explain_answers(
         self, scores: Array, double: Array, ranks: bool
     ) -> None:
         rounding = Rounding(scores=scores, scores_error=self.ERRORS)
@@ -519,8 +519,10 @@ class TestWeights:
         self, original: list[float], dequantized: list[float], scale: float, steps: float
     ) -> None:
         assert compute_weight_error(original, dequantized, scale) == steps
+
+    def test_compute_weight_error_of_different_shapes_raises_value_error(self) -> None:
         with pytest.raises(ValueError, match="shape"):
-            compute_weight_error(np.ones((2, 3)), np.ones((3, 2)), scale)
+            compute_weight_error(np.ones((2, 3)), np.ones((3, 2)), 1.0)
 
 
 NAMES = ["a", "b", "c", "d"]

@@ -120,7 +120,7 @@ def score(value: float) -> ScoreComparison:
         (0.0, 1.0, None),
     ],
 )
-def test_judge_recheck_of_error_metric_applies_max_increase(
+def test_judge_recheck_of_error_metric_applies_max_increase_unless_error_was_zero(
     then: float, now: float, expected: Verdict | None
 ) -> None:
     gates = (MetricGate(name="mae", max_increase=0.1),)

@@ -1,6 +1,6 @@
 """Statistical evidence of rollouts.
 
-The tests check exact distributions and expectations of 1. Neither order nor number of looks may
+The tests check exact distributions and expectations of 1. Neither order nor number of analyses may
 change what is promised.
 """
 
@@ -246,16 +246,24 @@ def test_failure_and_refusal_guardrails_fire_at_limits_unless_stable_version_fai
     assert exceeds(canary, stable) is expected
 
 
+BOUNDS_S = (0.001, 0.002, 0.004, 0.008)
+
+
 def test_fix_thresholds_returns_bounds_nearest_to_percentiles() -> None:
-    bounds = (0.001, 0.002, 0.004, 0.008)
-    found, slower = fix_thresholds(bounds, (300, 250, 430, 12, 8), {"latency_p50": 0.6})
+    found, slower = fix_thresholds(BOUNDS_S, (300, 250, 430, 12, 8), {"latency_p50": 0.6})
     assert found is not None
     assert (found.p50_s, found.p99_s, found.requests) == (0.002, 0.008, 1000)
     assert slower is not None
     assert (slower.p50_s, slower.p99_s, slower.requests) == (0.004, 0.008, 1000)
-    assert fix_thresholds(bounds, (100, 50, 20, 10, 8), {}) == (None, None)
+
+
+def test_fix_thresholds_of_few_requests_returns_no_thresholds() -> None:
+    assert fix_thresholds(BOUNDS_S, (100, 50, 20, 10, 8), {}) == (None, None)
+
+
+def test_fix_thresholds_of_wrong_number_of_counts_raises_value_error() -> None:
     with pytest.raises(ValueError, match="counts"):
-        fix_thresholds(bounds, (300, 250), {})
+        fix_thresholds(BOUNDS_S, (300, 250), {})
 
 
 def slower(times: float, requests: int = 100) -> ObservationInterval:
@@ -277,6 +285,9 @@ def test_count_slower_intervals_requires_traffic_and_margin() -> None:
         5,
     )
     assert guardrails.count_slower_intervals([ObservationInterval(step=0)], "latency_p50") == (0, 0)
+
+
+def test_compute_sign_evidence_reaches_limit_between_seven_and_nine_slower_intervals() -> None:
     assert (
         guardrails.compute_sign_evidence(9, 9)
         > ev.compute_evidence_limit(3)

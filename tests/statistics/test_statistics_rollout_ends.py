@@ -30,13 +30,13 @@ def is_violated(before: tuple[float, int], now: tuple[float, int]) -> bool:
         ((3600, 120), (600, 80), True),
     ],
 )
-def test_evaluate_ends_compares_rates(
+def test_evaluate_ends_is_violated_only_by_clearly_higher_rate_than_before(
     before: tuple[float, int], now: tuple[float, int], expected: bool
 ) -> None:
     assert is_violated(before, now) is expected
 
 
-def test_evaluate_ends_names_servers_that_ended() -> None:
+def test_evaluate_ends_names_servers_that_ended_and_without_ends_returns_none() -> None:
     result = evaluate_ends([uptime(7200, 0)], [uptime(60, 1), uptime(0, 3, "r2"), uptime(0, 1)])
     assert result is not None
     assert result.rule == (

@@ -123,7 +123,7 @@ def test_forecast_with_few_latencies_before_rollout_never_ends() -> None:
     assert "thresholds" in {wait.kind for wait in forecast.steps[0].waits}
 
 
-def test_forecast_of_service_level_needs_minutes_at_any_rate() -> None:
+def test_forecast_of_service_level_needs_minutes_and_with_higher_error_rate_never_ends() -> None:
     policy = make_policy(slo=ServiceLevel(error_rate=0.02))
     step = forecast_rollout(policy, Traffic(rate=1000.0, errors=1e-4)).steps[0]
     assert step.waits[0].kind == "service level"
@@ -250,7 +250,7 @@ def test_model_units_agrees_with_drawn_users(users: int, chance: float) -> None:
         assert shares[0] == pytest.approx(none, abs=0.01)
 
 
-def test_wait_for_count_without_rate_is_infinite() -> None:
+def test_wait_for_count_without_rate_is_infinite_unless_count_is_zero() -> None:
     chances = np.array([0.1, 0.9])
     assert np.isinf(wait_for_count(5, 0.0, 1.0, chances)).all()
     assert (wait_for_count(0, 0.0, 1.0, chances) == 0).all()

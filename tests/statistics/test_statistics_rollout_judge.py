@@ -85,7 +85,7 @@ def seen(*intervals: ObservationInterval, step: int = 0) -> Observations:
     )
 
 
-def test_count_events_of_latency_uses_timed_requests_and_of_errors_all() -> None:
+def test_guardrail_of_latency_counts_timed_requests_and_of_errors_all() -> None:
     one = ObservationInterval(
         step=0,
         canary=replace(counted(), timed=40),
@@ -141,7 +141,7 @@ def acts(found: Action | Wait, kind: ActionKind, *words: str) -> None:
 
 
 def with_broken_replica(observations: Observations) -> Observations:
-    """Return the observations, all of whose errors replica r3 has counted."""
+    """Return the observations with counts of replicas; only r3 has errors."""
     tallies = [
         {"v1": counted(450), "v2": counted(500, 250 if number == 3 else 0)}
         for number in range(1, 4)
@@ -163,7 +163,7 @@ def test_judge_with_outlier_replica_names_it_without_deciding() -> None:
         "",
         without.guardrails,
     )
-    # The guardrails need counts of users by block, which are missing here.
+    # With counts of servers, a step also needs some users, and these counts name no users.
     waits(due(observations), WaitKind.ANALYZING)
 
 
@@ -199,7 +199,7 @@ def test_rollout_with_enough_clean_requests_advances_and_finishes() -> None:
 
 
 def test_rollout_without_counts_waits_and_after_timeout_is_inconclusive() -> None:
-    waits(due(None), WaitKind.ANALYZING, "nothing was counted")
+    waits(due(None), WaitKind.ANALYZING, "its counts are not available")
     waits(due(seen()), WaitKind.ANALYZING, "0 of 300")
     waits(due(seen(), now=3600.0), WaitKind.INCONCLUSIVE, "step_timeout is over", "0 of 300")
     waits(due(seen(ObservationInterval(step=0)), now=1e9), WaitKind.INCONCLUSIVE)
@@ -207,7 +207,7 @@ def test_rollout_without_counts_waits_and_after_timeout_is_inconclusive() -> Non
 
 def test_rollout_with_counts_of_other_candidate_or_step_ignores_them() -> None:
     other = replace(seen(*[healthy()] * 9), candidate=STABLE.manifest)
-    waits(due(other), WaitKind.ANALYZING, "nothing was counted")
+    waits(due(other), WaitKind.ANALYZING, "its counts are not available")
     roles, observed = (
         Roles(stable=STABLE, candidate=CANDIDATE, step=1),
         build_split_state(STABLE, CANDIDATE, 50),
@@ -215,12 +215,12 @@ def test_rollout_with_counts_of_other_candidate_or_step_ignores_them() -> None:
     waits(
         due(seen(*[healthy()] * 9), roles=roles, observed=observed),
         WaitKind.ANALYZING,
-        "nothing was counted",
+        "its counts are not available",
     )
 
 
 @pytest.mark.parametrize("command", [None, OperatorCommand.ADVANCE, OperatorCommand.PAUSE])
-def test_error_guardrail_violation_aborts_despite_operator_command(
+def test_error_guardrail_violation_aborts_with_or_without_operator_command(
     command: OperatorCommand | None,
 ) -> None:
     bad = replace(healthy(), canary=counted(errors=3))
@@ -232,7 +232,7 @@ def test_error_guardrail_violation_aborts_despite_operator_command(
     )
 
 
-def test_guardrail_with_hold_pauses_until_operator_advances() -> None:
+def test_guardrail_with_hold_pauses_until_operator_advances_or_other_guardrail_aborts() -> None:
     bad = replace(healthy(), canary=counted(errors=3))
     policy = replace(CANARY, guardrails=(Guardrail(name="errors", on_violation="hold"), *RAILS[1:]))
     waits(due(seen(*[bad] * 20), policy), WaitKind.PAUSED, "errors: canary", "-> HOLD")
@@ -257,7 +257,7 @@ def test_latency_guardrail_of_any_quantile_uses_its_threshold() -> None:
     waits(due(seen(*untold), policy), WaitKind.ANALYZING, "latency_p90 has 0 of")
 
 
-def test_latency_guardrail_without_quantile_detects_slowdown_at_any_quantile() -> None:
+def test_latency_guardrail_without_quantile_judges_worst_quantile() -> None:
     policy = replace(CANARY, guardrails=(Guardrail(name="latency"),))
     usual = {place: 1 - share for place, share in LATENCY_PLACES.items()}
 
@@ -312,7 +312,7 @@ def test_gross_failure_without_stable_traffic_aborts() -> None:
     acts(due(seen(alone)), ActionKind.ABORT, "gross failure: 40 of the candidate's 40")
 
 
-def test_guardrail_without_comparable_requests_does_not_advance() -> None:
+def test_rollout_without_comparable_requests_does_not_advance() -> None:
     blind = ObservationInterval(
         step=0, canary=counted(400, over_p50=None), stable=counted(3600, over_p50=None)
     )
@@ -363,7 +363,7 @@ def copies(compared: int = 400, differing: int = 0, failed: int = 0) -> Observat
     )
 
 
-def test_shadow_step_precedes_traffic_and_aborts_on_differences() -> None:
+def test_shadow_step_precedes_traffic_and_aborts_on_differences_or_failures() -> None:
     started = due(
         None, SHADOW, roles=Roles(stable=STABLE), observed=build_split_state(STABLE, None, 0)
     )
@@ -408,7 +408,7 @@ def test_ab_test_finishes_if_better_aborts_if_worse_and_waits_if_undecided() -> 
     )
 
 
-def test_ab_test_with_feedback_applies_options_on_inconclusive_and_goal() -> None:
+def test_ab_test_applies_on_inconclusive_and_goal_only_with_enough_feedback() -> None:
     finish = replace(AB, ab_test=SplitTest(duration=1.0, on_inconclusive="finish"))
     acts(due(seen(*reported(50, 50)), finish), ActionKind.FINISH)
     waits(due(seen(), finish), WaitKind.INCONCLUSIVE, "no feedback was reported")

@@ -1,7 +1,6 @@
 """Self-judging rollouts as a state machine: the promises hold for any counts.
 
-Every entry goes through the codec, so that what a driver reads after a kill is what the one before
-it wrote.
+Every entry goes through the codec: after a kill, the next driver reads what the previous one wrote.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def test_find_outliers_summary_names_server_deployment_and_counts() -> None:
     )
 
 
-def test_find_outliers_with_several_broken_servers_names_only_them() -> None:
+def test_find_outliers_with_several_broken_servers_names_only_them_up_to_maximum() -> None:
     bad = [(20_000, 1000), (20_000, 900)]
     assert list_found(count_each([*[(20_000, 20)] * 6, *bad])) == [
         ("r7", "errors"),
@@ -91,7 +91,7 @@ def test_find_outliers_sums_counts_of_server_starts_and_uses_repeated_start_once
 
 
 def test_find_outliers_compares_within_generation() -> None:
-    """All servers failed under the first table, and one of them had not started then."""
+    """Three servers failed under the first table; the fourth started after that."""
     before = [count(f"r{number}", 5000, 500, generation=1) for number in range(3)]
     after = [count(f"r{number}", 5000, 5, generation=2) for number in range(4)]
     assert not find_outliers([*before, *after])
@@ -139,7 +139,7 @@ def test_find_outliers_compares_deployments_separately() -> None:
     assert (outlier.server, outlier.deployment) == ("r2", "v2")
 
 
-def test_find_outliers_without_names_of_servers_returns_none() -> None:
+def test_find_outliers_without_names_of_servers_returns_no_outliers() -> None:
     counts = count_each([(2000, 2), (2000, 100)])
     assert find_outliers(counts)
     assert not find_outliers(replace(each, server="") for each in counts)
@@ -211,7 +211,9 @@ class Fleet:
 
 
 @pytest.mark.parametrize("endpoints", [100, pytest.param(2000, marks=pytest.mark.nightly)])
-def test_find_outliers_of_similar_servers_returns_none_in_twenty_analyses(endpoints: int) -> None:
+def test_find_outliers_of_similar_servers_returns_no_outliers_in_twenty_analyses(
+    endpoints: int,
+) -> None:
     random = np.random.default_rng(endpoints)
     found = 0
     for _ in range(endpoints):

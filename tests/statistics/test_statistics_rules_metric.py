@@ -165,7 +165,7 @@ def test_metric_gate_with_limit_of_wrong_kind_is_inconclusive() -> None:
         assert result.verdict is Verdict.INCONCLUSIVE
 
 
-def test_metric_gate_without_labels_is_inconclusive_except_for_first_release() -> None:
+def test_metric_gate_without_labels_is_inconclusive_and_of_first_release_has_no_result() -> None:
     gate = MetricGate(name="cosine", min=0.9)
     assert judged(gate, evidence(variant="fp32", baseline="")) == []
     assert judge([gate], evidence(variant="fp32", baseline="")).verdict is Verdict.INCONCLUSIVE

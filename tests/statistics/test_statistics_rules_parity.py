@@ -89,7 +89,7 @@ def test_parity_gate_with_one_changed_tree_node_fails() -> None:
     assert "and 6 more" in certain(replace(FLOAT, trees=many), "trees").reason
 
 
-def test_parity_gate_judges_noise_and_saturation_by_worst_activation() -> None:
+def test_parity_gate_judges_activation_noise_by_worst_activation() -> None:
     good = replace(INT8, activations=(ACTIVATION, replace(ACTIVATION, tensor="x", noise=0.0)))
     assert certain(good, "activations").verdict is Verdict.PASS
     assert certain(good, "saturation").verdict is Verdict.PASS
@@ -126,7 +126,9 @@ def test_parity_gate_with_nan_activation_is_error() -> None:
     assert [r.verdict for r in found if r.metric == "activations"] == [Verdict.PASS, Verdict.ERROR]
 
 
-def test_parity_gate_with_int8_coverage_is_advisory(golden: Golden) -> None:
+def test_parity_gate_with_int8_coverage_advises_on_unintended_float_and_int8_nodes(
+    golden: Golden,
+) -> None:
     operators = (
         FloatOperator(name="/fc2", op_type="Gemm", reason="excluded"),
         FloatOperator(name="/conv", op_type="Conv", reason="its input is not quantized"),
@@ -168,7 +170,7 @@ def test_parity_gate_with_rows_explained_by_jitter_reports_their_number(golden: 
         ("float16", 7e-3, False),
     ],
 )
-def test_parity_gate_without_float64_source_names_tolerance(
+def test_parity_gate_without_float64_source_applies_and_names_tolerance(
     dtype: str, off: float, good: bool
 ) -> None:
     reference = np.linspace(1, 2, 64, dtype=np.float32)
@@ -187,7 +189,7 @@ def test_parity_gate_without_float64_source_names_tolerance(
     assert "does not run in float64" in result.reason
 
 
-def test_measure_output_of_bfloat16_uses_coarsest_tolerance() -> None:
+def test_measure_output_of_bfloat16_uses_tolerance_and_noise_floor_of_that_type() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     reference = np.linspace(1, 2, 64, dtype=np.float32)
     onnx, double = reference.astype(ml_dtypes.bfloat16), reference.astype(np.float64)
@@ -255,7 +257,7 @@ def test_parity_gate_with_narrow_or_wide_ranges_fails() -> None:
         (5.0, 0.1, Verdict.FAIL),
     ],
 )
-def test_parity_gate_with_large_weight_step_decides_by_layer_output_error(
+def test_parity_gate_with_weight_error_above_limit_passes_only_with_small_output_error(
     steps: float, output_error: float | None, verdict: Verdict
 ) -> None:
     weights = (replace(WEIGHT, tensor="v"), replace(WEIGHT, steps=steps, output_error=output_error))

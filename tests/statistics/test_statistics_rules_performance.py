@@ -109,7 +109,7 @@ class TestThroughput:
             (221.0, Verdict.FAIL),
         ],
     )
-    def test_throughput_gate_with_minimum_uses_lower_bound_and_binds_if_dedicated(
+    def test_throughput_gate_with_minimum_compares_interval_and_binds_only_if_dedicated(
         self, minimum: float, verdict: Verdict
     ) -> None:
         rates = ThroughputMeasurement(

@@ -119,10 +119,6 @@ def test_score_with_true_change_at_limit_rarely_passes(
 def test_score_of_2000_rows_passes_wide_and_fails_narrow_limit(
     definition: MetricDefinition, draw: World
 ) -> None:
-    """The candidate passes where it is much better than the limit requires.
-
-    It fails where it is much worse.
-    """
     entry = compared(definition, draw(2000, np.random.default_rng(1)))
     assert verdict(entry, drop=0.2, growth=0.5) is Verdict.PASS
     assert verdict(entry, drop=0.0005, growth=0.001) is Verdict.FAIL
@@ -202,7 +198,7 @@ def test_score_of_few_rows_is_undefined(n: int) -> None:
         assert "too few" in entry.undefined
 
 
-def test_score_of_rows_that_do_not_define_metric_is_undefined() -> None:
+def test_score_of_rows_that_do_not_define_metric_or_interval_is_undefined() -> None:
     values = np.arange(50.0)
     cases = [
         (AUC, np.ones(50, dtype=bool), values),

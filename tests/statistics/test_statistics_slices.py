@@ -103,6 +103,7 @@ def test_harm_p_value_of_equal_answers_is_one() -> None:
 def test_harm_p_value_of_groups_is_larger_than_of_rows() -> None:
     rows = compute_harm_p_value(counts(200, 30, 2), -0.05)
     grouped = compute_harm_p_value(counts(200, 30, 2, groups=40, change_effect=2.0), -0.05)
+    assert rows < grouped
     assert rows < 0.05 < grouped * 10
 
 

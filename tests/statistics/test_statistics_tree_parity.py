@@ -68,7 +68,7 @@ UNSURE[1, 0, :3], UNSURE[2, 0, :3] = (1, 3, 2), (1, 2, 3)
         pytest.param([2, 3, 0, 1], True, True, id="on a made-up row"),
     ],
 )
-def test_measure_within_envelope_of_ranking_allows_any_order_of_ties(
+def test_measure_within_envelope_of_row_with_ties_allows_their_orders_and_all_if_made_up(
     first: list[int], made_up: bool, is_explained: bool
 ) -> None:
     onnx = RANKED.copy()

@@ -72,7 +72,9 @@ def test_make_log_factors_without_worse_units_has_mean_of_at_most_one(
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_make_log_factors_with_worse_candidate_units_increases(place: str) -> None:
+def test_make_log_factors_rises_with_candidate_badness_and_falls_with_stable_badness(
+    place: str,
+) -> None:
     for percent in (1, 10, 50, 99):
         factors = unit_evidence.make_log_factors(percent, 1.0, unit_evidence.choose_centers(place))
         assert (np.diff(factors[:, 0], axis=-1) >= 0).all()
@@ -123,7 +125,7 @@ def test_measure_unit_evidence_of_split_is_mean_of_products_of_factors(
     factors = unit_evidence.make_log_factors(percent, 1.0, (0.0,))
     candidate, units = total.sum(axis=1)[0], total.sum()
     if abs(candidate / units - percent / 100) < 0.05:
-        # With another share, the units would show another split.
+        # With another share, the split counts as wrong, and the observed share replaces it.
         logs = np.tensordot(factors, total, axes=([1, 2], [0, 1]))
         assert shown == pytest.approx(
             float(np.logaddexp.reduce(logs) - math.log(len(logs))) / math.log(10)
@@ -161,7 +163,7 @@ def test_measure_unit_evidence_with_one_more_failing_unit_rises() -> None:
     )
 
 
-def test_find_badness_bin_separates_rare_errors_of_busy_units() -> None:
+def test_badness_edges_separate_rare_errors_of_busy_units() -> None:
     bins = [find_badness_bin(events, 1000) for events in (0, 1, 3, 5, 10, 20, 50, 80)]
     assert bins == sorted(set(bins))
 

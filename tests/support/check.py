@@ -1,4 +1,6 @@
-"""Check what has changed within 20 s of CPU: `python -m tests.support.check`, or `make check`.
+"""Check what has changed within 20 s of CPU.
+
+Run `python -m tests.support.check` or `make check`.
 
 Ruff, the import contracts, mypy and the complexity of functions are checked as `make lint` does;
 their caches make that a matter of seconds. Then the tests nearest to the changed files run, until

@@ -21,7 +21,9 @@ _VALUE = re.compile(r'rev="([^"]*)"')
 
 @dataclass
 class FakePrometheus:
-    """Counters of a proxy, by revision and status code, at the time `at` of the last scrape.
+    """Counters of a proxy by revision and status code.
+
+    `at` is the time of the last scrape.
 
     `counts` change immediately; `scrape` makes them visible to queries.
     """

@@ -31,7 +31,7 @@ _SOCKET = ("send", "sendall", "sendmsg", "recv", "recv_into", "recvmsg")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultPoint:
-    """Who is killed (SIGKILL), and at which moment, counted from 0.
+    """The process that is killed by SIGKILL, and the moment, counted from 0.
 
     At a negative moment no process is killed: moments are only counted.
     """

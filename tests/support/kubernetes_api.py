@@ -48,7 +48,10 @@ _KINDS = {
     ("rbac.authorization.k8s.io/v1", "rolebindings"): ("RoleBinding", _NAMESPACED),
     ("rbac.authorization.k8s.io/v1", "roles"): ("Role", _NAMESPACED),
 }
-"""Kinds by API version and plural name, and whether their objects have a namespace."""
+"""Kinds by API version and plural name.
+
+The second value states whether objects of the kind have a namespace.
+"""
 _PATH = re.compile(
     r"/(?:api|apis)/(?P<version>v1|[^/]+/v\d)"
     r"(?:/namespaces/(?P<namespace>[^/]+)(?=/))?"
@@ -210,9 +213,9 @@ def _validate(new: Object) -> None:
 
 
 def _decode(data: bytes) -> Object:
-    """Return a Namespace, Secret or ConfigMap in protobuf as `kubectl create` sends it.
+    """Decode a Namespace, Secret or ConfigMap that `kubectl create` sends.
 
-    The numbers of the fields are those of `generated.proto` of Kubernetes.
+    The format is protobuf. The numbers of the fields are those of Kubernetes' `generated.proto`.
     """
     unknown = _read_fields(data)
     meta, message = _read_fields(unknown[1][0]), _read_fields(unknown[2][0])
@@ -259,7 +262,7 @@ def _read_fields(data: bytes) -> dict[int, list[bytes]]:
 
 
 def _describe(path: str) -> Object | bytes | None:
-    """Return the answer to a request for the kinds of the API; None for other requests."""
+    """Return the answer to a request for the API's kinds; None for other requests."""
     versions = sorted({version for version, _ in _KINDS})
     groups = [version for version in versions if "/" in version]
     if path == "/version":

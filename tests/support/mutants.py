@@ -1,14 +1,14 @@
-"""Plant faults in a copy of the package, one at a time, and report which tests detect each.
+"""Plant faults in a copy of the package, and report which tests detect each.
 
     python -m tests.support.mutants --list
     python -m tests.support.mutants --record MAP [-- PYTEST-OPTIONS]
     python -m tests.support.mutants [--map MAP] [--out RESULTS] [--only ID ...] [--rooms ROOM ...]
     [-- PYTEST-OPTIONS]
 
-The faults are in `mutants.toml`. For each one, the tests that executed its lines run first
-(`--map`), the cheapest first; then those of its room, until one fails. A test counts only if it
-passes without the fault. A run that takes too long, or whose process crashes, detects the fault
-too, and is reported as such.
+The faults are in `mutants.toml`, and are planted one at a time. For each one, the tests that
+executed its lines run first (`--map`), the cheapest first; then those of its room, until one fails.
+A test counts only if it passes without the fault. A run that takes too long, or whose process
+crashes, detects the fault too, and is reported as such.
 
 Exit code: 0 if every fault is detected, 1 if one is not, 2 if the table is wrong.
 """
@@ -40,7 +40,10 @@ from tests.support.mutants_plugin import CONTEXTS, FAILURES, PACKAGE, SELECTION
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = Path(__file__).with_suffix(".toml")
 LIMIT_S = 600.0
-"""Longest seconds of one run of pytest; more if the recorded tests take longer."""
+"""Time limit of a run of pytest.
+
+The limit is higher if the recorded tests take long.
+"""
 MOST_TESTS = 250
 """Most tests that are chosen by the lines of a fault.
 

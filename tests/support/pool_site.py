@@ -48,7 +48,7 @@ gates: [{kind: size, max: 1 MB}]
 """
 
 _CODE = '''\
-"""A training function that says when it begins and ends, and a metric that waits once in each process."""
+"""A training function that records its begin and end, and a metric that waits once in each process."""
 
 import functools
 import os

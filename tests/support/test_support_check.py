@@ -74,7 +74,7 @@ def test_choose_for_module_without_named_tests_lists_importing_tests_first(near:
         ("onnx_ops/scratch.py", ["scratch"]),
     ],
 )
-def test_choose_for_test_page_or_top_level_module_returns_its_tests(
+def test_choose_for_test_helper_page_or_top_level_module_returns_its_tests(
     near: NearTests, change: str, expected: list[str]
 ) -> None:
     assert name_tests(near, change) == expected
@@ -147,7 +147,7 @@ def run_pytest(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_cpu_limit_when_exceeded_starts_no_test_and_reports_remaining_number(
+def test_cpu_limit_when_exceeded_starts_no_further_test_and_reports_remaining_number(
     tmp_path: Path,
 ) -> None:
     result = run_pytest(tmp_path, "--cpu-limit", "1.5")

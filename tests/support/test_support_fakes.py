@@ -87,7 +87,7 @@ def test_fake_registry_that_is_down_raises_service_unavailable_error(tmp_path: P
     assert world.context().registry().version("m", "1").variant == "fp32"
 
 
-def test_fake_signer_verify_of_other_data_or_key_raises_invalid_signature_error() -> None:
+def test_fake_signer_verify_of_invalid_signature_raises_invalid_signature_error() -> None:
     mine, other = FakeSigner(b"a"), FakeSigner(b"b")
     mine.verify(b"data", mine.sign(b"data"), mine.key)
     for data, signature, key in (

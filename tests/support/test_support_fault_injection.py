@@ -101,5 +101,8 @@ def test_process_measurements_return_cpu_time_and_memory() -> None:
     with mmap.mmap(-1, 64 << 20) as blob:
         blob.write(b"x" * len(blob))
         assert memory(me).rss - held.rss > len(blob) // 2
+
+
+def test_cpu_seconds_of_missing_process_raises_file_not_found_error() -> None:
     with pytest.raises(FileNotFoundError):
         cpu_seconds([2**22 + 1])

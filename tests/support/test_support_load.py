@@ -228,7 +228,9 @@ def test_requests_with_line_break_in_header_raises_user_error() -> None:
         )
 
 
-def test_load_command_prints_json_and_exits_1_on_failures(peer: Peer, tmp_path: Path) -> None:
+def test_load_command_prints_json_and_exits_1_on_failures_or_4_on_missing_body(
+    peer: Peer, tmp_path: Path
+) -> None:
     (tmp_path / "body").write_bytes(b"{}")
     command = [
         sys.executable,
@@ -293,6 +295,7 @@ def test_stale_returns_answers_of_deployments_not_published_during_request() -> 
 
 
 def test_stale_with_unfinished_publication_accepts_both_deployments() -> None:
+    assert monotonic_ns() < FOREVER_NS
     publications = published((0, 10, "a"), (100, FOREVER_NS, "b"), (200, 210, "c"))
     records = answered(
         (150, 160, "a"), (150, 160, "b"), (250, 260, "a"), (250, 260, "b"), (250, 260, "c")
@@ -322,4 +325,3 @@ def test_stale_ignores_failed_requests() -> None:
     records = answered((300, 301, "b"))
     records.status[:] = Failure.RESET
     assert not len(stale(records, published((0, 10, "a"))))
-    assert monotonic_ns() < FOREVER_NS

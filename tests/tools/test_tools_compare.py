@@ -198,7 +198,7 @@ SAMPLE = {
     .splitlines()
     for name, _, operator in [line.partition(" ")]
 }
-"""Forty randomly chosen models, and those of `TROUBLE`, by name.
+"""Randomly chosen models, and those of `TROUBLE`, by name.
 
 The value is the module of the onnx package that makes the model.
 """

@@ -171,14 +171,14 @@ def test_check_samples_without_dimension_names_infers_row_axis(tmp_path: Path) -
     [
         (
             {"sr": np.array(8000), "state": np.zeros((2, 59, HIDDEN), np.float32)},
-            "same number of rows",
+            "different numbers of rows",
         ),
         ({"state": np.zeros((60, 2, HIDDEN), np.float32)}, "has shape"),
         ({}, "no array 'sr'"),
     ],
     ids=["fewer rows", "rows first", "no rate"],
 )
-def test_check_samples_with_wrong_rows_raises_user_error_naming_input(
+def test_check_samples_with_wrong_rows_raises_user_error(
     voice: Path, change: dict[str, Any], expected: str
 ) -> None:
     with pytest.raises(UserError, match=expected) as caught:

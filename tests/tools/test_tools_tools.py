@@ -101,15 +101,8 @@ class TestProbing:
             == shared_inputs(fixed, model)[0].shape
             == (4, FEATURES)
         )
-        assert compared(fixed, model).verdict is Verdict.PASS
-        alike = compared(model, fixed, sizes=["batch"])
-        assert alike.verdict is Verdict.PASS
-        assert "B accepts only batch = 4" in alike.notes[0]
-        refused = compared(model, fixed)
-        assert refused.verdict is Verdict.FAIL
-        assert "A accepts any" in refused.reason
 
-    def test_generate_samples_with_named_dimension_uses_its_size(self) -> None:
+    def test_generate_samples_uses_size_of_named_dimension_and_rejects_unknown_name(self) -> None:
         spec = TensorSpec(name="x", dtype="float32", shape=("batch", 3, "height", "?"))
         assert generate_samples([spec], count=2, dims={"height": 20}).rows["x"].shape == (
             2,
@@ -246,6 +239,18 @@ class TestCompare:
             or "within tolerance on 8 groups" in found.reason
         )
         assert not found.notes
+
+    def test_compare_of_free_with_fixed_batch_fails_unless_one_size_is_sufficient(
+        self, model: Path, tmp_path: Path
+    ) -> None:
+        fixed = write_perceptron(tmp_path / "fixed.onnx", batch=4)
+        assert compared(fixed, model).verdict is Verdict.PASS
+        alike = compared(model, fixed, sizes=["batch"])
+        assert alike.verdict is Verdict.PASS
+        assert "B accepts only batch = 4" in alike.notes[0]
+        refused = compared(model, fixed)
+        assert refused.verdict is Verdict.FAIL
+        assert "A accepts any" in refused.reason
 
     @pytest.mark.parametrize(
         ("tensor", "change"),

@@ -1,6 +1,6 @@
 """A program that calls a server by KServe's client: kserve_calls.py URL.
 
-KServe's own interpreter runs it. It fails with a traceback, or prints `ok`.
+The interpreter of KServe's isolated environment runs it. It fails with a traceback, or prints `ok`.
 """
 
 from __future__ import annotations

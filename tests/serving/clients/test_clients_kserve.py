@@ -42,7 +42,7 @@ def interpreter(pytestconfig: pytest.Config) -> Path:
 # The test takes a minute. KServe's packages conflict with those of this project, so they have an
 # isolated environment.
 @pytest.mark.nightly
-def test_kserve_client_against_server_succeeds(types: Server, interpreter: Path) -> None:
+def test_kserve_client_receives_health_tensors_and_errors(types: Server, interpreter: Path) -> None:
     command = [str(interpreter), str(HERE / "kserve_calls.py"), f"http://127.0.0.1:{types.port}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (0, "ok"), done.stderr[-4000:]

@@ -42,7 +42,7 @@ def test_mlflow_client_with_frames_and_arrays_returns_predictions(
         client.invoke(frame[["sl"]])
 
 
-def test_sagemaker_runtime_client_with_endpoint_name_returns_predictions(
+def test_sagemaker_runtime_client_with_json_csv_or_binary_body_returns_predictions(
     iris: Server, classifier: Fitted
 ) -> None:
     import boto3

@@ -35,7 +35,9 @@ def read_output(answer: triton.InferResult, name: str) -> np.ndarray:
     )
 
 
-def test_triton_client_reads_health_and_metadata(client: triton.InferenceServerClient) -> None:
+def test_triton_client_reads_health_metadata_config_statistics_and_index(
+    client: triton.InferenceServerClient,
+) -> None:
     assert client.is_server_live()
     assert client.is_server_ready()
     assert client.is_model_ready("m")

@@ -86,7 +86,7 @@ def check_outputs(result: triton.InferResult) -> None:
         np.testing.assert_array_equal(output, array)
 
 
-def test_triton_grpc_client_preserves_all_types(
+def test_triton_grpc_client_preserves_all_types_and_request_ids(
     client: triton.InferenceServerClient, types: Server
 ) -> None:
     import tritonclient.grpc as triton
@@ -145,7 +145,7 @@ def test_grpc_health_and_reflection_implement_standard_services(
     assert database.FindFileContainingSymbol("grpc.health.v1.Health").package == "grpc.health.v1"
 
 
-def test_grpc_port_survives_worker_kill_and_refuses_second_server(
+def test_grpc_port_survives_worker_and_server_kill_and_refuses_second_server(
     tmp_path: Path, blue: Deployment, connect: Connect
 ) -> None:
     port = free_port()

@@ -385,7 +385,7 @@ def test_grpc_server_stop_answers_running_requests_and_ends_idle_streams(
         time.sleep(0.2)
         gate.open.set()
         assert call.result().model_version == "1"
-        # The client would send its next message only after 30 s.
+        # The client would end its empty stream only after 30 s.
         with pytest.raises(grpc.RpcError):
             list(stream)
         assert not idle.is_set()

@@ -219,7 +219,7 @@ def test_body_received_after_answer_is_not_read_as_request(endpoint: Worker, bod
 @pytest.mark.parametrize(
     ("begin", "spaces"), [(b"zz\r\n", 0), (b"4000000\r\n", 33 << 20)], ids=["no chunk", "too much"]
 )
-def test_invalid_body_received_after_answer_closes_connection(
+def test_invalid_or_too_large_body_received_after_answer_closes_connection(
     endpoint: Worker, begin: bytes, spaces: int
 ) -> None:
     head = (

@@ -163,7 +163,7 @@ def test_repeated_request_head_returns_403_only_with_foreign_host_or_origin(
     connection.close()
 
 
-def test_server_on_all_addresses_answers_any_host(tmp_path: Path) -> None:
+def test_server_on_all_addresses_answers_any_host_and_origin(tmp_path: Path) -> None:
     with Server(folder=tmp_path / "state", options=["--host=0.0.0.0"]) as server:
         headers = {"host": "shop.example", "origin": "https://shop.example"}
         assert server.call("GET", "/v2/health/live", headers=headers).status == 200

@@ -57,7 +57,7 @@ def test_openapi_schema_with_invalid_request_raises_validation_error(inputs: lis
         validator("InferRequest").validate({"inputs": inputs})
 
 
-def test_build_openapi_with_all_types_and_versions_describes_them() -> None:
+def test_build_openapi_of_all_types_and_several_versions_returns_valid_schema() -> None:
     from jsonschema import Draft202012Validator
 
     every = signature([spec(dtype, dtype, "n") for dtype in DATATYPE_OF], [spec("y", "bfloat16")])

@@ -179,6 +179,9 @@ def test_docs_page_shows_every_operation_and_schema(worker: Worker) -> None:
         response["description"] for response in document["components"]["responses"].values()
     ]:
         assert text in page.words
+
+
+def test_docs_page_with_accept_encoding_is_compressed(worker: Worker) -> None:
     assert get(worker, "/docs", {"accept-encoding": "gzip"})[1][:2] == gzip.compress(b"")[:2]
 
 
@@ -298,7 +301,7 @@ def test_build_example_with_any_name_and_host_returns_one_command(name: str, hos
     assert urlsplit(url).scheme == "http"
 
 
-def test_build_example_of_all_types_returns_valid_request() -> None:
+def test_build_example_of_several_types_returns_valid_request() -> None:
     model = signature(
         [
             spec(dtype, dtype, "n", 2)
@@ -325,7 +328,7 @@ def test_build_example_of_large_input_sends_generated_file(tmp_path: Path, name:
     )
 
 
-def test_build_example_of_bfloat16_is_binary_or_empty() -> None:
+def test_build_example_with_bfloat16_output_saves_file_and_with_bfloat16_input_is_empty() -> None:
     outputs = [spec("y", "bfloat16", "batch")]
     command, _ = build_example(signature([spec("x", "float32", "batch")], outputs), b"x")
     assert split_by_shell(command)[-2:] == ["--output", "response.bin"]

@@ -63,7 +63,7 @@ EDITS = st.lists(
 
 
 class Transport:
-    """A transport that keeps what is written until the connection ends."""
+    """A transport that collects what is written, and refuses writes after its end."""
 
     def __init__(self) -> None:
         self.written = b""

@@ -1,6 +1,6 @@
 """What reaches a container through SageMaker, and what comes back.
 
-The test's front door drops what the service drops: all headers of the caller but the content type,
+`invoke` drops what the service drops: all headers of the caller but the content type,
 `CustomAttributes` and `InferenceId`, and all of the answer's but the content type and
 `CustomAttributes`.
 """

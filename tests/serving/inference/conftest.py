@@ -9,7 +9,7 @@ from onnx_ops.serving.inference import tensors
 
 @pytest.fixture(scope="module")
 def small_is_large() -> Iterator[None]:
-    """Lower the limit of large bodies, so that a test's bodies take their path."""
+    """Lower the limits of large bodies, so that small bodies take the same path."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensors, "LARGE_BODY_BYTES", 2048)
         patch.setattr(tensors, "_LARGE_ARRAY_BYTES", 64)

@@ -93,7 +93,7 @@ class FeedbackServer:
     def report(
         self, subjects: Sequence[str], *, success: bool = True, worker: int = 0, kind: str = "token"
     ) -> tuple[int, int]:
-        """Return how many entries were counted, and how many were unknown."""
+        """Report feedback; return the numbers of counted and of unknown entries."""
         entries = [{kind: subject, "success": success} for subject in subjects]
         return self._feedback[worker].count(json.dumps({"feedback": entries}).encode())
 

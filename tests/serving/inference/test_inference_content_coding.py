@@ -140,7 +140,7 @@ def test_inflate_of_damaged_body_raises_only_user_error(
         (b"gzip" + b"," * 300, b""),
     ],
 )
-def test_choose_coding_with_weights_returns_preferred_coding(
+def test_choose_coding_of_accept_encoding_returns_preferred_coding(
     accept_encoding: bytes, coding: bytes
 ) -> None:
     assert choose_coding(accept_encoding) == coding

@@ -158,7 +158,7 @@ def test_prepare_with_unequal_traffic_builds_control_replica(
     assert not {*gone} & {*server.deployments.get_current().deployments.values()}
 
 
-def test_prepare_without_memory_or_files_builds_no_control_replica(
+def test_prepare_with_large_model_or_failed_replica_load_builds_no_control_replica(
     server: Server, blue: Deployment, green: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(deployments, "_MAX_REPLICA_BYTES", 10)

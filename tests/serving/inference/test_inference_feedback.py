@@ -1,4 +1,4 @@
-"""Feedback of clients, against real servers."""
+"""Feedback of clients: at server processes, and at counts without processes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def feedback_of(server: ServerFamily) -> dict[str, tuple[int, int]]:
     }
 
 
-def test_feedback_by_request_id_counts_for_deployment_that_answered(server: ServerFamily) -> None:
+def test_feedback_by_request_id_counts_once_for_deployment_that_answered(
+    server: ServerFamily,
+) -> None:
     answered = {f"r-{n}": ask(server, **{"x-request-id": f"r-{n}"}) for n in range(40)}
     assert set(answered.values()) == {"blue", "green"}
     good = {name: n % 3 > 0 for n, name in enumerate(answered)}

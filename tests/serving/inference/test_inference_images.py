@@ -149,7 +149,7 @@ def test_loaded_model_runs_several_images_and_refuses_corrupt_ones(deployment: D
 
 
 @pytest.mark.parametrize("value", ["[]", "{", '{"image": "sound"}', '"image"'])
-def test_load_once_with_invalid_image_property_raises_user_error(
+def test_load_model_with_invalid_image_property_raises_user_error(
     tmp_path: Path, value: str
 ) -> None:
     write_mean_model(tmp_path / "model")
@@ -197,7 +197,9 @@ def test_server_answers_images_and_refuses_others_with_400(images: Server) -> No
 
 @pytest.mark.services
 @pytest.mark.parametrize("requests", [60, pytest.param(2000, marks=pytest.mark.nightly)])
-def test_damaged_images_end_no_worker(tmp_path: Path, requests: int) -> None:
+def test_damaged_images_end_no_worker_and_keep_memory_bounded(
+    tmp_path: Path, requests: int
+) -> None:
     with serving_images(tmp_path) as server:
         counts, growth_mb = send_images(server, seed=1, requests=requests)
     assert set(counts) == {200, 400}

@@ -422,6 +422,9 @@ def test_read_infer_with_wrong_header_length_raises_user_error() -> None:
         read_infer(body, length - 1, PIXELS)
     with pytest.raises(UserError, match="binary_data_size needs the header"):
         read_infer(body[:length], None, PIXELS)
+
+
+def test_parse_header_length_of_invalid_value_raises_user_error() -> None:
     assert parse_header_length(b"12") == 12
     for value in (b"", b"-1", b"1e3", b" 1", b"\xb2", b"9" * 30, b"0x10"):
         with pytest.raises(UserError, match="must be a number of bytes"):
@@ -504,7 +507,7 @@ def test_encode_outputs_of_float32_writes_shortest_decimal() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, 3])
-def test_read_infer_of_nan_raises_user_error_only_if_model_refuses_nan(value: float) -> None:
+def test_read_infer_raises_user_error_only_for_nan_and_model_that_refuses_it(value: float) -> None:
     body, length = binary({"x": ("float32", np.array([[1, value]], np.float32))})
     np.testing.assert_equal(read_infer(body, length, PIXELS).feed["x"][0, 1], np.float32(value))
     strict = signature(INPUTS, OUTPUTS, refuses_nan=True)

@@ -156,6 +156,9 @@ def test_encode_outputs_returns_predictions_by_name_or_as_records() -> None:
     assert predictions(InferenceRequest({}, ("y",), 0, ResponseFormat.NAMED), [np.array(1.5)]) == {
         "y": 1.5
     }
+
+
+def test_encode_outputs_of_records_with_unequal_rows_raises_user_error() -> None:
     with pytest.raises(UserError, match="does not fit a table"):
         predictions(InferenceRequest({}, ("y",), 0, ResponseFormat.RECORDS), [np.array(1.0)])
     with pytest.raises(UserError, match="differ in length"):
@@ -217,7 +220,7 @@ def test_read_invocation_of_open_inference_body_reads_json_and_binary() -> None:
         read_invocation(body, "application/octet-stream", None, PIXELS)
 
 
-def test_read_invocation_of_sagemaker_binary_reads_json_header_size() -> None:
+def test_read_invocation_of_sagemaker_binary_requires_header_size_and_answers_in_binary() -> None:
     x = np.ones((1, 3), np.float32)
     body, length = binary({"x": ("float32", x)}, parameters={"binary_data_output": True})
     kind = "application/vnd.sagemaker-triton.binary+json"

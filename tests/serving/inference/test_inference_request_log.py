@@ -68,7 +68,7 @@ def attributes(span: Span) -> dict[str, Any]:
     return {a.key: getattr(a.value, str(a.value.WhichOneof("value"))) for a in span.attributes}
 
 
-def test_spans_of_requests_follow_traceparent_and_have_status(
+def test_requests_with_traceparent_have_spans_with_status_and_exemplars(
     tmp_path: Path, collector: Collector
 ) -> None:
     with serving(tmp_path, "--endpoint=digits", blue=100) as server:
@@ -172,7 +172,7 @@ def test_server_start_without_otel_extra_exits_4_with_missing_package(
         )
     )
 )
-def test_exemplars_show_last_trace_of_each_bucket(
+def test_exemplars_show_last_trace_of_each_bucket_until_reset(
     requests: list[tuple[int, int, float, int]],
 ) -> None:
     shared = SharedMetrics(2)

@@ -80,7 +80,7 @@ def test_limit_counts_runs_in_progress_by_deployment(runs: list[tuple[int, int]]
     assert not any(thread_runs)
 
 
-def test_watch_inline_of_long_run_ends_it_until_reset(tmp_path: Path) -> None:
+def test_watch_inline_ends_long_run_and_reset_permits_next_run(tmp_path: Path) -> None:
     model = load_once(deploy_loop(tmp_path / "loop"))
     monitor = RunMonitor()
     monitor.watch_inline()

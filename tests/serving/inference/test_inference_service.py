@@ -1,4 +1,4 @@
-"""The service's lanes, batches, deadlines, shadows and counts.
+"""The service: runs on event loop and threads, batches, deadlines, shadows, counts.
 
 The models run for real, and as slowly as a test needs.
 """
@@ -399,7 +399,7 @@ def test_model_after_long_run_on_event_loop_moves_to_thread(
         assert worker.shared.sum_slot(1)[metrics.RUN_NANOSECONDS] > 0
 
 
-def test_requests_of_model_with_loop_and_versions_beside_it_are_queued(tmp_path: Path) -> None:
+def test_model_with_loop_and_versions_that_share_its_traffic_must_queue(tmp_path: Path) -> None:
     loop, plain = (
         deploy_loop(tmp_path / "loop"),
         scaling_deployment(tmp_path / "plain", name="green", version="2", scale=2.0, model="m"),
@@ -490,7 +490,7 @@ def test_queued_mirrored_requests_run_before_shadow_ends(
 
 
 def test_failing_shadow_does_not_affect_clients(blue: Deployment, green: Deployment) -> None:
-    wrap = only("green", failing(ValueError("a fault that nobody foresaw")))
+    wrap = only("green", failing(ValueError("an unexpected error")))
     with Worker(mirrored(blue, green), wrap=wrap).running() as worker:
         for _ in range(3):
             assert status(worker.send(REQUEST)) == 200

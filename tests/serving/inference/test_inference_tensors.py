@@ -226,7 +226,9 @@ def test_parse_document_with_too_many_keys_raises_too_large_error_on_both_paths(
     assert len(document["parameters"]) == tensors.MAX_KEYS
 
 
-def test_parse_document_with_wide_object_looks_up_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parse_document_with_wide_object_looks_up_none_of_its_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each lookup of simdjson passes all keys before it, which takes quadratic time."""
     looked_up: list[str] = []
     convert = tensors._LazyWalk.convert

@@ -1,6 +1,6 @@
-"""Workers that die or hang: the deployment that is blamed, and what is taken out.
+"""Workers that die or hang: the deployments that are charged.
 
-A blamed deployment is taken out of service.
+A deployment that ends too many workers goes out of service.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ def test_record_death_ignores_share_of_unpublished_deployment() -> None:
     assert site.health._deaths == {NEW: Fraction(1, 2)}
 
 
-def test_record_death_of_several_deployments_twice_isolates_new_workers() -> None:
+def test_record_death_of_two_versions_twice_isolates_runs_until_one_is_out_of_service() -> None:
     site = Site()
     site.answer(OLD, 900)
     site.answer(NEW, 100)

@@ -152,7 +152,7 @@ def test_compute_peak_includes_private_memory_between_samples(
     assert peak == max(between, *(private for private, _ in samples))
 
 
-def test_estimate_restarts_counts_missing_workers_as_median_of_others(
+def test_estimate_restarts_counts_missing_workers_like_running_ones(
     process: subprocess.Popen[str],
 ) -> None:
     used = measure_memory(process.pid)[0] - MIB
@@ -168,7 +168,7 @@ def test_estimate_restarts_without_workers_is_zero() -> None:
     assert estimate_restarts([], 256, 0) == 0
 
 
-def test_measure_server_memory_returns_median_of_running_workers(
+def test_measure_server_memory_counts_only_running_workers_and_subtracts_own_memory(
     process: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_admission, "read_available_bytes", lambda: GIB)

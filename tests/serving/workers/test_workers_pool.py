@@ -227,7 +227,7 @@ def test_server_with_invalid_option_exits_2(tmp_path: Path, flag: str) -> None:
         (0, 16, 1, 1),
     ],
 )
-def test_count_parallel_runs_respects_session_threads_workers_and_decision(
+def test_count_parallel_runs_respects_session_threads_workers_and_thread_limit(
     blue: Deployment, allowed: int, intra_op_threads: int, workers: int, runs: int
 ) -> None:
     execution = Execution(session=SessionSettings(intra_op_threads=intra_op_threads))

@@ -1,4 +1,4 @@
-"""Background tasks of the supervisor: the effect of errors in their calls."""
+"""The supervisor: errors in its background tasks and in publications."""
 
 from __future__ import annotations
 

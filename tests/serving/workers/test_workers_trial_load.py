@@ -132,7 +132,7 @@ def refused(server: Server, deployment: Deployment) -> dict[str, Any]:
         ("hang", ["longer than 2 s", "assertion failed: boom"]),
     ],
 )
-def test_publish_of_model_that_ends_its_trial_load_is_refused(
+def test_publish_of_model_that_ends_or_hangs_its_trial_load_is_refused(
     start: Callable[..., Server], tmp_path: Path, fate: str, words: list[str]
 ) -> None:
     server = start(
@@ -174,7 +174,10 @@ def test_publish_of_model_beyond_process_memory_limit_is_refused(
 
 
 def _is_removed(group: Path) -> bool:
-    """Remove a control group, which is possible once its last process has ended."""
+    """Try to remove a control group; return whether it no longer exists.
+
+    A group can be removed once its last process has ended.
+    """
     with suppress(OSError):
         group.rmdir()
     return not group.exists()

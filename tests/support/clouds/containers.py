@@ -123,7 +123,7 @@ class Containers:
         self._running: dict[str, Container] = {}
         self._followers: list[Container] = []
         self.follower_environment: Mapping[str, str] = {}
-        """Variables of followers besides those of their model, such as the cloud's address."""
+        """Further variables of followers, such as the cloud's address."""
 
     def start(
         self, files: Mapping[str, bytes], variables: Mapping[str, str], count: int

@@ -70,7 +70,10 @@ def may_assume(role: str, claims: Mapping[str, str]) -> bool:
 
 
 def caller(*given: tuple[str, str]) -> list[dict[str, Any]]:
-    """Return the statements of the role that runs onnx-ops, with parameters of the template."""
+    """Return the statements of the role that runs onnx-ops.
+
+    `given` are parameters of the template.
+    """
     policy = resources(*given)["Caller"]["Properties"]["PolicyDocument"]
     found: list[dict[str, Any]] = policy["Statement"]
     return found

@@ -26,9 +26,12 @@ from tests.support.clouds.sagemaker_parts import CALLER
 from tests.support.clouds.sagemaker_server import Fake
 
 FaultKind = Literal["throttle", "error", "drop"]
-"""Kind of a failure: too many requests, an error of the service, or a lost connection."""
+"""Kind of a failure: throttled, an error of the service, or a lost connection."""
 Disturb = Callable[[str, bool], FaultKind | None]
-"""Function that returns the fault of a request before, or with True after, its effect."""
+"""Function that returns the fault of a request.
+
+With True it is the fault after the request's effect, otherwise the one before.
+"""
 URL = "http://127.0.0.1:9"
 """Address of the fake SageMaker, on which nothing listens."""
 _HEADERS = {"content-type": "CONTENT_TYPE", "content-length": "CONTENT_LENGTH"}

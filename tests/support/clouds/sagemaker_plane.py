@@ -57,12 +57,12 @@ class Plane:
 
     @property
     def models(self) -> Mapping[str, Mapping[str, Any]]:
-        """The models by name."""
+        """Return the models by name."""
         return self._models
 
     @property
     def configs(self) -> Mapping[str, Mapping[str, Any]]:
-        """The endpoint configs by name."""
+        """Return the endpoint configs by name."""
         return self._configs
 
     def call(self, operation: str, request: dict[str, Any]) -> dict[str, Any]:

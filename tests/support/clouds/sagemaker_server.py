@@ -319,11 +319,9 @@ def serve(folder: Path) -> None:
 
     class Handler(MotoRequestHandler):
         protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = (
-            # Otherwise, Linux would delay the second part of a response by 40 ms, until the
-            # client's acknowledgement.
-            True
-        )
+        # Nagle's algorithm would hold back the second part of a response until the client's
+        # acknowledgement, which Linux delays by 40 ms.
+        disable_nagle_algorithm = True
 
         def date_time_string(self, timestamp: float | None = None) -> str:
             text: str = super().date_time_string(fake.now() if timestamp is None else timestamp)

@@ -1,4 +1,7 @@
-"""Time that passes only while a caller waits, for clouds whose updates take minutes."""
+"""Time that passes only while a caller waits.
+
+It is for clouds whose updates take minutes.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
     --connections 16
 
 The exit code is 0 if every request was answered with 200, and 1 if one was not or none was sent.
-SIGINT and SIGTERM end the load early; the figures up to that time are printed.
+SIGINT and SIGTERM end the load early; the results up to that time are printed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Clients in threads of a test, which call an endpoint through any SDK until the test has ended.
+"""Clients in threads of a test, which call an endpoint through any SDK.
 
 `LoadProcess` measures a server. These clients only count, and work where an SDK sends the requests.
 """

@@ -111,7 +111,7 @@ class LoadProcess:
         for number, payload in enumerate(plan.payloads):
             if payload.headers:
                 raise MeasurementError(
-                    "a load in a process of its own sends the plan's headers, not a payload's own"
+                    "a load in a separate process sends the plan's headers, not those of a payload"
                 )
             path = folder / f"body-{number}"
             path.write_bytes(payload.body)
