@@ -36,7 +36,7 @@ def main() -> int:
     )
     parser.add_argument("--quick", action="store_true", help=f"every {STEP}th moment")
     parser.add_argument(
-        "--only", choices=("supervisor", "worker", "random"), help="one kind of blow"
+        "--only", choices=("supervisor", "worker", "random"), help="one kind of kill"
     )
     parser.add_argument("--page", type=Path, help="page to write the figures into")
     parser.add_argument("--json", action="store_true", help="one JSON document")
@@ -68,11 +68,11 @@ def main() -> int:
 def sweep(
     folder: Path, first: Deployment, kind: str, last: int, step: int, *, quiet: bool
 ) -> Claim:
-    """Kill a process at each moment of a publication.
+    """Kill a process at every `step`-th moment of a publication, each in a new run.
 
-    The kind `random` draws the moments, the killed processes and the numbers of workers.
+    The kind `random` draws the moments, the killed processes and the numbers of workers instead.
     """
-    draw = random.Random(3)  # noqa: S311 (the same blows at every run)
+    draw = random.Random(3)  # noqa: S311 (the same kills in every run)
     blows: list[tuple[int, Victim, int]] = []
     if kind == "random":
         for _ in range(RANDOM_BLOWS // step):

@@ -1,4 +1,7 @@
-"""The data, the request and the publication of `bare.py`, as in the pipeline."""
+"""The data, the request and the publication of `bare.py`.
+
+The data are those of the pipeline. The publication has no evidence and no decisions.
+"""
 
 from __future__ import annotations
 

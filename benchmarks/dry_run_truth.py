@@ -192,7 +192,7 @@ def disturb(scene: ProviderScene, random_: random.Random) -> None:
 
 
 def bind_all(scene: ProviderScene, random_: random.Random) -> None:
-    """Bind endpoints that a deletion has unbound, and change policies."""
+    """Bind unbound endpoints, and some others again, each with a random policy."""
     for name in ENDPOINTS:
         if scene.state(name).config is None or random_.random() < 0.1:
             scene.bind(name, random_.choice((AT_ONCE, CANARY)))

@@ -4,9 +4,9 @@
 
 Prints the number of streams, the statuses of the answers, and the growth of memory after the first
 tenth of the time. Exits with 1 if memory grows by `ALLOWED_MB` or more. The run ends early if a
-process ends, if the server gives too many answers, if it answers a request inside of a body, or if
-it answers with status 500. Then the seed and the number of the stream are printed, which repeat the
-error.
+process ends, if the server gives too many answers, if it answers a request inside a body, or if it
+answers with an unexpected status such as 500. Then the seed and the number of the stream are
+printed, which repeat the error.
 """
 
 from __future__ import annotations

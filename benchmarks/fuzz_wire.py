@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def memory() -> float:
-    """Return the peak memory of the process, in MB."""
+    """Return the peak memory of the process so far, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 

@@ -4,7 +4,7 @@
 
 The injected faults and known truths run against the product's own code. Exits with 1 if the
 confidence interval of a rate leaves its promise. Simulated data come from a new seed in each run,
-which is printed. The full run takes minutes; `--quick` has fewer trials and seeds.
+which is printed. `--quick` has fewer trials, seeds and models.
 """
 
 from __future__ import annotations

@@ -41,11 +41,12 @@ BAD, WORSE = 9, 7
 class Crowd:
     """The users who send requests.
 
-    The requests of a user follow Zipf's law with the exponent `skew`. The rows per request are
-    log-normal by user, with the deviation `rows`. `fails` is the share of requests that fail on any
-    version. Such a request is sent again with the probability `retried`. `hit` is the share of
-    requests that fail on a bad candidate only. `patience_s` is the longest duration of a rollout in
-    seconds: a single client is a unit of the candidate only in some epochs.
+    The numbers of requests of the users follow Zipf's law with the exponent `skew`. The rows per
+    request are log-normal by user, with the deviation `rows`, from 1 to 32. `fails` is the share of
+    requests that fail on any version. Such a request is sent again with the probability `retried`.
+    `hit` is the share of requests that fail on a bad candidate only. `patience_s` is the longest
+    duration of a rollout in seconds: a single client is a unit of the candidate only in some
+    epochs.
     """
 
     users: int = 2000

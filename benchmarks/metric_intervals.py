@@ -37,7 +37,10 @@ BOUNDS = ("value low", "value high", "change low", "change high")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truth:
-    """The true value of the candidate, and its change from the baseline."""
+    """The true value of the candidate, and its change from the baseline.
+
+    `change` is a difference, or a ratio if lower values are better.
+    """
 
     value: float
     change: float
@@ -88,7 +91,7 @@ def measure(name: str, rows: list[int], worlds: int) -> Iterator[Mapping[str, ob
 
 
 def find_truth(world: World, population: Population) -> Truth:
-    """Return the values of the whole population."""
+    """Return the truth, computed on all rows of the population."""
     values = {}
     for name, answers in population.answers.items():
         side = build_metric_statistic(world.definition, population.label, answers)

@@ -37,7 +37,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--rounds", type=int, default=3, help="turns of every contestant (default 3)"
+        "--rounds", type=int, default=3, help="turns of each contestant (3); commands: at least 5"
     )
     parser.add_argument(
         "--prefect", action="store_true", help="also as a flow on a real Prefect server"

@@ -115,7 +115,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--publications", type=int, default=1000, help="publications and roll-backs together (1000)"
+        "--publications", type=int, default=1000, help="publications and rollbacks together (1000)"
     )
     parser.add_argument("--workers", type=int, default=2, help="worker processes (2)")
     parser.add_argument("--connections", type=int, default=16, help="clients (16)")

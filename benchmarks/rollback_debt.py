@@ -245,7 +245,10 @@ def following(place: Place, follower: str) -> Iterator[Callable[[], float]]:
 def try_provider(
     name: str, *, only: Sequence[str] | None, quick: bool, seed: int
 ) -> list[Trial | None]:
-    """Make all trials of a provider, and print them; None: a trial showed nothing."""
+    """Make all trials of a provider; return None for each that showed nothing.
+
+    Each trial and a table of all trials are printed.
+    """
     draw = random.Random(seed)  # noqa: S311 (moments, no secrets)
     trials: list[Trial | None] = []
     rows: list[tuple[str, ...]] = []
@@ -294,7 +297,7 @@ def run_trial(
     number: int,
     draw: random.Random,
 ) -> Trial | None:
-    """Make one trial within a time limit; None if it showed nothing."""
+    """Make and print one trial within a time limit; None if it showed nothing."""
     site.place("").registry.create(registry)
     trial, began = None, time.monotonic()
     try:
@@ -318,7 +321,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--quick", action="store_true", help="one ending and one follower a fault, some faults"
+        "--quick", action="store_true", help="some faults, each with one ending and one follower"
     )
     parser.add_argument("--provider", choices=PROVIDERS, action="append", help="only this one")
     parser.add_argument("--only", action="append", help="only this fault")

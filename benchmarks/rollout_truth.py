@@ -3,8 +3,8 @@
     python -m benchmarks.rollout_truth [--quick] [--trials N] [--seed N]
 
 The traffic runs against the product's own code. Exits with 1 if the confidence interval of a rate
-leaves its promise. Worlds come from a new seed in each run, which is printed. `--quick` has a tenth
-of the trials and fewer kinds of traffic.
+leaves its promise. Worlds come from a new seed in each run, which is printed. `--quick` has fewer
+trials and fewer kinds of traffic.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> int:
     parser.add_argument(
         "--quick", action="store_true", help="few trials: shows gross breaks, not rates"
     )
-    parser.add_argument("--trials", type=int, help="rollouts of each kind (1,000, quick 100)")
+    parser.add_argument("--trials", type=int, help="rollouts of each kind")
     parser.add_argument("--seed", type=int, help="repeat the worlds of an earlier run")
     options = parser.parse_args()
     begun, seed = time.perf_counter(), begin_run(options.seed)

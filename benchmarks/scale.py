@@ -62,7 +62,7 @@ def main() -> None:
         "--processes",
         type=int,
         default=2,
-        help="pipelines whose stages run in processes of their own",
+        help="pipelines whose stages run in separate processes",
     )
     options = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join(

@@ -30,13 +30,18 @@ from onnx_ops.errors import OnnxOpsError
 from onnx_ops.ports import ExportRequest
 
 CLOSE = 1e-3
-"""Largest distance that counts as the same, relative to an output's largest value."""
+"""Largest distance that counts as the same.
+
+It is relative to the largest value of an output of floats. For other outputs, it is a share of the
+elements.
+"""
 
 
 HEAD = """# Supported scikit-learn estimators
 
-This page lists every estimator of scikit-learn. Each estimator is exported at opset 18 with its defaults. The export is
-compared with its source on iris or diabetes, with two classes or targets if the estimator accepts no others.
+This page lists every classifier and regressor of scikit-learn. Each of them is exported at opset 18, with its defaults
+and the arguments that it requires. The export is compared with its source on iris or diabetes, with two classes, two
+targets or one feature if the estimator accepts no others.
 `benchmarks/sklearn_estimators.py` writes this page.
 
 *same*: the export gives the answers of its source. `UserError`, `StageError`: the export is refused.

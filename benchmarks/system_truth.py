@@ -48,7 +48,10 @@ def judge_world(world: World, changes: Mapping[str, object], count: int) -> Syst
 
 
 def judge_faults(world: World, count: int, counts: Counter[str]) -> None:
-    """Judge every fault of a world, and print those that were missed or not explained."""
+    """Judge every fault of a world, and print and count the results.
+
+    `??` marks a fault that was missed, located in another step, or not explained.
+    """
     cases: list[tuple[str, str, World, Mapping[str, object]]] = [
         *((step, words, world, {step: wrong}) for step, words, wrong in world.faults),
         *((OUTPUT, "", replace(world, model=path), {}) for path in world.models.values()),

@@ -419,9 +419,10 @@ _NO_NUMBERS = frozenset(
         *("VotingClassifier", "VotingRegressor", "KNeighborsTransformer", "PLSRegression"),
     }
 )
-"""Transformers that are no step for a matrix of numbers, or are classifiers too.
+"""Transformers that `others` leaves out.
 
-The former take texts, labels, kernels or graphs.
+They have cases elsewhere, take texts, word counts, labels, kernels or graphs, or are predictors
+too.
 """
 
 
@@ -624,7 +625,7 @@ class Endpoint:
         self.generation = 0
         self.answers = 0
         self.rounded: Counter[str] = Counter()
-        """Rows that agree with the source in float32 but not in float64, by case."""
+        """By case: number of answers that equal the source's in float32, not in float64."""
 
     def compare(self, case: str, place: Path, head: Any, exact: Any, rounded: Any) -> str:
         """Publish the model, and compare its answers with those of its source.

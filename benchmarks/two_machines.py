@@ -8,7 +8,7 @@ cloud behind its real SDK. Their watches run side by side and are killed repeate
 aliases are moved to versions that are approved, that have failed their gates, and that a stranger
 has signed. Versions are rolled back and overridden, from either machine. A client calls the
 endpoint all the time. Exits with 1 if a request failed, if a version answered that was not
-approved, or if ledger, registry and endpoint do not agree in the end.
+approved, if ledger, registry and endpoint do not agree in the end, or if a trial showed nothing.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def disagreement(place: Place) -> str:
     if actual is None or not serves_only(actual, stable):
         return f"{stable.name} should serve: {actual}"
     if aliases.get(format_alias("champion", TARGET)) != stable.version:
-        return f"{stable.name} serves, and the registry says {aliases}"
+        return f"{stable.name} serves, but the aliases are {aliases}"
     if (
         format_alias("challenger", TARGET) in aliases
         and aliases[format_alias("challenger", TARGET)] != stable.version

@@ -19,7 +19,7 @@ from rich.text import Text
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "images" / "demo.svg"
 WIDTH = 120
-"""Width that commands use where their output is no terminal."""
+"""Width of the picture in columns; longer lines are wrapped."""
 
 
 def main() -> None:

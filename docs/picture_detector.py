@@ -1,7 +1,7 @@
 """Draw the pictures of the page on the detector.
 
-`detector.png` shows images with the boxes of a released file. `bisection.png` is the report of
-`judge --system` about a client that stretches images. Needs Chromium on the path.
+`detector.png` shows images with the boxes that the weights of a released file give. `bisection.png`
+is the report of `judge --system` about a client that stretches images. Needs Chromium on the path.
 
 python docs/picture_detector.py RELEASED.onnx
 """
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def draw_boxes(model: Path) -> None:
-    """Draw images with the boxes that the project's own code finds with the file's weights."""
+    """Draw images with the boxes that `predict` finds with the file's weights."""
     from examples.drawn_shapes import DATA, predict
 
     drawn = []

@@ -1,8 +1,9 @@
-"""Detection of drawn circles, squares and triangles, with the image decoder in the released file.
+"""Detection of circles, squares and triangles in drawn images.
 
-The released file takes PNG and JPEG files, and returns boxes in pixels of the image. It joins the
-decoder, a network trained with PyTorch, and the choice of boxes. `predict` is the project's own
-code, with which a release is compared: it decodes with Pillow and runs the network in PyTorch.
+The released file contains the image decoder: it takes PNG and JPEG files, and returns boxes in
+pixels of the image. It joins the decoder, a network trained with PyTorch, and the choice of boxes.
+`predict` is the project's own code, with which a release is compared: it decodes with Pillow and
+runs the network in PyTorch.
 
     onnx-ops run configs/pipelines/drawn-shapes.yaml
 
@@ -31,7 +32,7 @@ from onnx_ops import build_image_decoder, join_graphs, record_step
 DATA = Path(__file__).parent / "data"
 SHAPES = ("circle", "square", "triangle")
 SIZE, STRIDE = 96, 8
-"""Side of the network's input, and distance of the places at which it predicts, in pixels."""
+"""Side of the network's input, and distance of the places of its grid, in pixels."""
 
 BORDER = 114
 """Level of the border of an image that is not square."""
@@ -109,7 +110,7 @@ def write_images(folder: Path, count: int = 96) -> None:
 
 
 class ShapeNet(nn.Module):
-    """A network that predicts a box and the scores of the classes at each place of a grid."""
+    """A network that predicts a box and class scores at each place of a grid."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +144,7 @@ class ShapeNet(nn.Module):
 
 
 def list_places() -> Any:
-    """Return the places of the grid in pixels of the network's input, shape (places, 2)."""
+    """Return the places of the grid in pixels of the input, of shape (places, 2)."""
     side = SIZE // STRIDE
     rows, columns = np.divmod(np.arange(side * side), side)
     return (np.stack([columns, rows], axis=1).astype(np.float32) + 0.5) * STRIDE
@@ -183,9 +184,10 @@ def train_net(
 
 
 def _make_target(boxes: Boxes, size: tuple[int, int]) -> tuple[Any, Any]:
-    """Return the distances (places, 4) and the classes (places, 3) that the network must learn.
+    """Return the distances and the classes that the network must learn.
 
-    A place predicts the box whose middle is within a stride of it.
+    Their shapes are (places, 4) and (places, 3). A place predicts the box whose middle is within a
+    stride of it.
     """
     places = list_places()
     distances = np.zeros((len(places), 4), np.float32)
@@ -262,9 +264,10 @@ choose_boxes (float[batch, 7, 144] raw, float[batch, 2] size)
     }}> (raw, size)
 }}
 """
-"""Boxes of each image: corners in pixels, score and class; class -1 where there is no box.
+"""Boxes of each image: corners in pixels, score and class.
 
-Boxes are ordered by their left side, from right to left: nearly equal scores cannot swap two rows.
+Rows without a box have the class -1. Boxes are ordered by their left side, from right to left:
+nearly equal scores cannot swap two rows.
 """
 
 
@@ -303,7 +306,7 @@ def export_net(net: ShapeNet) -> onnx.ModelProto:
 
 
 def build_decoder() -> onnx.ModelProto:
-    """Return the graph from image files to the network's input and the sizes of the images."""
+    """Return the graph from image files to the network's input and the images' sizes."""
     return build_image_decoder(
         SIZE, SIZE, mean=MEAN, std=STD, letterbox=BORDER, size_output="size", opset=OPSET
     )
@@ -319,7 +322,7 @@ def build_model(net: ShapeNet) -> onnx.ModelProto:
 
 @functools.lru_cache(maxsize=4)
 def load_net(model: Path | None) -> ShapeNet:
-    """Return the network with the weights of a released file; without a file, train it."""
+    """Return the network with the weights of a released file; train it without one."""
     if model is None:
         return train_net()
     from onnx import numpy_helper
@@ -352,7 +355,10 @@ def decode_file(path: str) -> Any:
 
 
 def letterbox(pixels: Any) -> Any:
-    """Return an image of the network's size in floats, with a border at the right or bottom."""
+    """Return an image in the network's size, with a border at the right or bottom.
+
+    The pixels are floats.
+    """
     height, width = pixels.shape[:2]
     ratio = min(SIZE / height, SIZE / width)
     inner = (max(1, round(width * ratio)), max(1, round(height * ratio)))

@@ -72,7 +72,10 @@ NAMES = ("Ana", "Björn", "Chloé", "Dmitri", "Emeka", "Fatima")
 
 
 def make_ticket(draw: random.Random) -> tuple[str, str]:
-    """Return a text and its team; one ticket in twelve mentions another team's subject."""
+    """Return a text and its team.
+
+    One ticket in twelve also has a phrase of a random team.
+    """
     team = draw.choice(list(PHRASES))
     phrases = draw.sample(PHRASES[team], draw.choice((1, 2)))
     if draw.random() < 1 / 12:

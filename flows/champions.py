@@ -18,7 +18,7 @@ from onnx_ops.orchestration.flows import actor, ends_as_failed
 def champions(pipelines: tuple[str, ...] = (), blocks: tuple[str, ...] = ()) -> State[Any]:
     """Repeat each champion's benchmark and evaluate its gates.
 
-    The run fails as `RecheckFailed` if a champion is worse, and as `EnvironmentFailed` if none is
+    The run fails as `RecheckFailed` if a champion fails, and as `EnvironmentFailed` if none fails
     but one could not be measured.
 
     Args:

@@ -22,7 +22,8 @@ def pipeline(
 ) -> State[Any]:
     """Run all stages of a pipeline; unchanged stages are cached.
 
-    The stages train, export, validate, quantize, benchmark, gate, register and deploy.
+    Among the stages are training, export, validation, quantization, benchmarks, gates, registration
+    and deployment.
 
     Args:
         file: Pipeline file, relative to the project's root, such as

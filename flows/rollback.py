@@ -29,7 +29,7 @@ def rollback(
         endpoints: Names of endpoints.
         to: Version to go back to; the previous one by default.
         reason: Why; recorded in the ledger.
-        force: Allow a version that was itself rolled back.
+        force: Allow a version that was itself rolled back, and roll back further after a rollback.
         all: Roll back the endpoints of the model, and of the target if given, instead of named
             ones. Without `to`, only endpoints that serve the latest release are rolled back.
         model: With all: a registered model.

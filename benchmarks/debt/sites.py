@@ -155,7 +155,7 @@ def without_files(damage: Callable[[Place], None], *also: Callable[[Place], obje
 def mount_command(probe: Path) -> tuple[str, ...]:
     """Return the command that can mount a disk on this machine.
 
-    The command is empty if no disk can be mounted. Then a full disk is not tried.
+    The command is empty if no disk can be mounted. Then the faults that need a mount are not tried.
     """
     probe.mkdir()
     why = ""
@@ -166,7 +166,9 @@ def mount_command(probe: Path) -> tuple[str, ...]:
         except (OSError, subprocess.CalledProcessError) as error:
             why = str(getattr(error, "stderr", "") or error).strip()
     print(
-        f"NOT TRIED: a full disk, as none can be mounted here: {why}", file=sys.stderr, flush=True
+        f"NOT TRIED: faults that need a mount, as none is possible here: {why}",
+        file=sys.stderr,
+        flush=True,
     )
     return ()
 

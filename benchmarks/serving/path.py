@@ -5,7 +5,7 @@
 A worker's protocol gets a transport that keeps what is written. Requests are identical, have new
 request ids, have traces too, or differ as behind a gateway: with users, and two clients that share
 one connection. Prints the microseconds of a request beyond those of `session.run`. Beside them are
-those of a parser loop of 40 lines that has neither split, metrics nor limits (`peers/plain.py`).
+those of a plain parser loop that has neither split, metrics nor limits (`peers/plain.py`).
 Each value is the minimum of many interleaved rounds of one thread's time. Exits with 1 above
 `BOUND_US`.
 """

@@ -49,7 +49,7 @@ class Match:
 
 @dataclass(slots=True, kw_only=True)
 class Score:
-    """The results of one match, with one value for each round."""
+    """The results of one match; the lists have one value for each round."""
 
     match: Match
     rates: list[float] = field(default_factory=list)

@@ -1,1 +1,1 @@
-"""Checks of the promises of the gates, with one module for each gate."""
+"""Data, models, faults and traffic with a known truth, for checking promises."""

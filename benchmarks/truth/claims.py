@@ -33,7 +33,7 @@ def at_most(
 
     Worlds are drawn anew in each run, and a rate at its bound is above it in half of them. The
     promise is missed where the confidence interval of the rate lies above the bound. This happens
-    by chance once in two hundred runs. A bound of 0 allows no event.
+    by chance in at most one of two hundred runs. A bound of 0 allows no event.
 
     Args:
         worst_of: number of settings of which this one is the worst; the interval allows for the

@@ -1,4 +1,4 @@
-"""The systems of two examples with known faults: drawn shapes and texts of tickets.
+"""The systems of two examples with known faults: drawn shapes and ticket texts.
 
 Each world has fresh images or texts, and the model that the example trains. Faults and other
 correct implementations are those of clients of these models.
@@ -97,7 +97,7 @@ def stretch(pixels: Any) -> Any:
 
 
 def crop(pixels: Any) -> Any:
-    """Return the middle of an image that is as large as the network's input in one direction."""
+    """Return the middle square of an image in the size of the network's input."""
     height, width = pixels.shape[:2]
     side = min(height, width)
     top, left = (height - side) // 2, (width - side) // 2

@@ -54,7 +54,7 @@ SPREAD = 0.5
 MEDIAN_S = 0.01
 LOOK_S, LAG_S = 5.0, 1.0
 _SUB_LOOKS = 6
-"""Looks per epoch, until a thirtieth of the elapsed time is longer than an epoch."""
+"""Looks per epoch, until a thirtieth of the elapsed time reaches two epochs."""
 _THIN = 30
 _MOST_REQUESTS = 200_000
 """Number of requests that are drawn together."""

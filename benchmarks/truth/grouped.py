@@ -32,7 +32,7 @@ WORLDS = (
 )  # fmt: skip
 """Groups, rows of each, and the correlation of two rows of a group.
 
-Where sizes differ, the rows are a mean, and a group has at most 40.
+Where sizes differ, the rows are the mean of the drawn sizes, of which those above 40 become 40.
 """
 WON = (0.002, 0.01, 0.05)
 """Share of rows that only the candidate gets right.
@@ -60,7 +60,7 @@ _WARNED_ROWS = 200_000
 """Number of rows of a world that are searched for signs."""
 
 _AT_ONCE = 1_000_000
-"""Number of rows in one draw."""
+"""Approximate maximum number of rows in one draw."""
 
 
 def prove(*, quick: bool, trials: int | None = None) -> list[Claim]:

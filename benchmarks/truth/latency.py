@@ -170,7 +170,7 @@ def _simulated(quick: bool) -> list[Claim]:
             bound = 0.05 if slowdown == LIMIT else 0.01
             claims.append(at_most("latency", what, worst, trials, bound))
     head = ("pairs", "slow-down", "FAIL/PASS/INCONCLUSIVE %", "median pairs")
-    table(f"latency, simulated, limit {100 * LIMIT:g} %, {trials} runs a row", head, rows)
+    table(f"latency, simulated, limit {100 * LIMIT:g} %, {trials} runs per row", head, rows)
     return claims
 
 
@@ -193,7 +193,10 @@ def _correlated(r: float, sd: float) -> Draw:
 
 
 def _drifting(sd: float, noise: float) -> Draw:
-    """Return a line, up or down, with this standard deviation over a full run."""
+    """Return a function that draws a line with noise, up or down.
+
+    `sd` is the standard deviation of the line over a full run.
+    """
     line = np.linspace(-1, 1, FULL_RUN)
     line *= sd / line.std()
 

@@ -323,7 +323,7 @@ SCORES: dict[str, Models] = {
 def _true_drop(definition: MetricDefinition, draw: Models, draws: int) -> float:
     """Return the mean of the drops in `draws` draws of 400,000 rows.
 
-    A single draw is off by .15 standard errors of 2,000 rows.
+    The standard error of a single draw is .07 times that of 2,000 rows.
     """
     from onnx_ops.statistics.scores import build_metric_statistic
 

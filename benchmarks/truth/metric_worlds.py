@@ -85,7 +85,7 @@ def populate_texts(random: Random, effect: Any) -> tuple[Any, Mapping[str, Any]]
 
 
 def _change_words(random: Random, words: Any, share: float) -> str:
-    """Replace, leave out or repeat words, each with the probability `share`."""
+    """Replace, leave out or repeat each word with the total probability `share`."""
     chance = random.random(len(words))
     kind = random.integers(0, 4, len(words))
     said: list[str] = []

@@ -13,7 +13,7 @@ from benchmarks.truth.claims import Claim
 from benchmarks.truth.rollout_world import Result, Rollouts, World
 
 _AT_ONCE = 2_000_000
-"""Number of users that are held in memory, of all rollouts together."""
+"""Maximum number of users that are held in memory, of all rollouts together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

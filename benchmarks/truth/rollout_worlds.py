@@ -316,7 +316,7 @@ def _split_tests(trials: Trials) -> Iterable[Claim]:
         "success x .9",
         "success x 1.2",
     )
-    table("A/B, users with success rates of their own", head, rows)
+    table("A/B, users with individual success rates", head, rows)
 
 
 def _levels(trials: Trials) -> Iterable[Claim]:

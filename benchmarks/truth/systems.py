@@ -108,7 +108,7 @@ def write_model(path: Path, text: str, weights: Mapping[str, Any]) -> Path:
 
 
 # The following functions are the steps of the system for pictures. The steps before the model are
-# decode, resize and normalize. The steps after the model are scores and label.
+# decode, resize and normalize. The steps after the model are softmax and label.
 
 
 def decode(path: str) -> Any:
@@ -319,8 +319,8 @@ def run_picture_model(x: Any, weights: Any) -> Any:
     return np.maximum(scores, 0).mean(axis=(2, 3)).astype(np.float32)
 
 
-# The following functions are the steps of the system for objects. The steps before the model are
-# letterbox and input. The steps after the model are boxes, threshold, suppression, limit and names.
+# The following functions are steps of the system for objects. The steps before the model are
+# decode, letterbox and scale. The steps after it are boxes, threshold, suppress, limit and objects.
 
 
 def choose_boxes(rows: Any, threshold: float = 0.35) -> Any:
@@ -452,7 +452,7 @@ def make_objects(folder: Path, random: np.random.Generator, count: int) -> World
 
 
 # The following functions are the steps of the system for texts. The steps before the model are
-# clean and tokenize. The steps after the model are label and text.
+# clean and tokens. The steps after the model are scores and answer.
 
 WORDS = tuple(
     f"{a}{b}{c}"
@@ -562,7 +562,7 @@ def make_texts(folder: Path, random: np.random.Generator, count: int) -> World:
 
 
 # The following functions are the steps of the system for sounds. The steps before the model are
-# read, resample and frames. The step after the model is softmax.
+# read, resample and frames. The steps after the model are softmax and label.
 
 
 def write_sounds(folder: Path, random: np.random.Generator, count: int) -> Path:

@@ -30,7 +30,7 @@ from onnx_ops.statistics.scores import CANDIDATE
 SIDE = 12
 """Height and width of masks."""
 POINTS = np.array([[0.5, 0.1], [0.1, 0.4], [0.9, 0.4], [0.3, 0.9], [0.7, 0.9]])
-"""Places of the keypoints in the box of an object, as shares of its width and height."""
+"""Places of the keypoints in an object's box, as shares of its width and height."""
 SIGMAS = (0.15,) * len(POINTS)
 
 Populate: TypeAlias = Callable[[Random, Any], tuple[Any, Mapping[str, Any]]]
@@ -173,9 +173,10 @@ def populate_poses(street: Street, random: Random, effect: Any) -> tuple[Any, Ma
 
 
 def _place_points(boxes: Any, jitter: float, visible: Any, random: Random) -> Any:
-    """Return x, y and visibility of the keypoints in boxes, of shape (rows, boxes, 3 * points).
+    """Return x, y and visibility of the keypoints in boxes.
 
-    `jitter` is the standard deviation of a keypoint, as a share of the box's width and height.
+    The shape is (rows, boxes, 3 * points). `jitter` is the standard deviation of a keypoint, as a
+    share of the box's width and height.
     """
     corner, size = boxes[..., None, :2], boxes[..., None, 2:4] - boxes[..., None, :2]
     noise = jitter * random.standard_normal((*visible.shape, 2))

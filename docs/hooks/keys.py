@@ -22,7 +22,7 @@ def resolved(schema: Json, root: Json) -> Json:
 
 
 def kinds_of(schema: Json) -> tuple[str, ...]:
-    """Return the JSON types that a schema accepts; none if it accepts any."""
+    """Return the JSON types that a schema names in `type`; empty if it names none."""
     kinds = schema.get("type", ())
     return (kinds,) if isinstance(kinds, str) else tuple(kinds)
 
@@ -57,7 +57,7 @@ def keys(root: Json) -> Iterator[tuple[str, str]]:
 
 
 def section_of(schema: Json, value: Any, root: Json) -> Json:
-    """Return the alternative of a schema that describes a value; empty if none does."""
+    """Return the alternative of a schema that describes a value best."""
     schema = resolved(schema, root)
     if not (choices := choices_of(schema)):
         return schema
