@@ -573,7 +573,7 @@ def _build_gate(
     """
     from onnx_ops.domain.task_metrics import DEFAULT_FOR_CLASSES, DEFAULT_FOR_NUMBERS
     from onnx_ops.measure.user_functions import importable, load_functions
-    from onnx_ops.tools.task_judgement import build_metric_gate
+    from onnx_ops.tools.judgement import build_metric_gate
 
     label = dataset.label if dataset is not None else None
     if name is None and label is not None:

@@ -278,7 +278,7 @@ def _forecast_requests(view: RolloutView) -> str:
 
     needed = view.steps[view.step].minimum
     rest = forecast_rest(view.judged.requests, needed, view.seconds)
-    return "" if rest is None else f"; {needed:,} requests in {format_duration(rest)}"
+    return "" if rest is None else f"; {needed:,} requests expected in {format_duration(rest)}"
 
 
 def _describe_end(context: Context, endpoint: str) -> tuple[Text, bool]:

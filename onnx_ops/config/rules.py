@@ -14,6 +14,7 @@ from onnx_ops import plugins
 from onnx_ops.config.binding import Binding
 from onnx_ops.config.document import Document, Issue, Loc
 from onnx_ops.config.messages import did_you_mean, quote_names, shorten
+from onnx_ops.config.targets import check_gates
 from onnx_ops.domain.decision import Objective
 from onnx_ops.domain.evidence import EXPORT
 from onnx_ops.domain.gate import (
@@ -176,16 +177,6 @@ def check_file(draft: Draft) -> Iterator[Issue]:
     ):
         yield from rule(draft)
     yield from check_gates(draft.gates)
-
-
-def check_gates(gates: Iterable[tuple[Loc, Gate]]) -> Iterator[Issue]:
-    """Yield issues of gates that limit nothing or contradict themselves.
-
-    The gates are those of a pipeline or a target.
-    """
-    for loc, gate in gates:
-        for key, message in gate.find_problems():
-            yield Issue((*loc, key) if key else loc, message)
 
 
 def _check_sections(draft: Draft) -> Iterator[Issue]:

@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onnx_ops.config.binding import bind_document
-from onnx_ops.config.document import Document, Issue
+from onnx_ops.config.document import Document, Issue, Loc
 from onnx_ops.config.folders import TARGETS, find_config_folder
 from onnx_ops.config.messages import did_you_mean
 from onnx_ops.config.operator_libraries import resolve_libraries
-from onnx_ops.config.rules import check_gates
 from onnx_ops.config.substitution import read_document
 from onnx_ops.config.yaml_reader import read_text
 from onnx_ops.domain.quantities import NAME_PATTERN
 from onnx_ops.domain.target import CustomOps, Target
 from onnx_ops.errors import NotFoundError, UserError, config_error
+
+if TYPE_CHECKING:
+    from onnx_ops.domain.gate import Gate
 
 PROFILES = Path(__file__).parent / "profiles"
 BUILTIN = ("cpu-1t", "cpu-all")
@@ -185,3 +187,13 @@ def list_targets(files: TargetFiles) -> tuple[str, ...]:
     The built-in profiles (`BUILTIN`) are those that every machine can run.
     """
     return tuple(sorted({*files.names(), *BUILTIN}))
+
+
+def check_gates(gates: Iterable[tuple[Loc, Gate]]) -> Iterator[Issue]:
+    """Yield issues of gates that limit nothing or contradict themselves.
+
+    The gates are those of a pipeline or a target.
+    """
+    for loc, gate in gates:
+        for key, message in gate.find_problems():
+            yield Issue((*loc, key) if key else loc, message)

@@ -145,8 +145,8 @@ EVIDENCE_SCHEMA = 5
 class ParityColumn:
     """One column of an output, measured on real rows.
 
-    `scale` is its largest |answer|, and `error` its largest error. Errors up to `noise` times the
-    gate's `noise_factor` are not visible.
+    `scale` is its largest |answer|, `error` its largest error, and `noise` its noise as in
+    `ParityMeasurement`. The gate detects no error up to `noise` times its `noise_factor`.
     """
 
     column: str

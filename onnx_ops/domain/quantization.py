@@ -147,7 +147,10 @@ class NodeContribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontierSlot:
-    """A point of the Pareto front: the number of its trial, or why it is empty."""
+    """The trial that a search assigns to a role, or the reason why there is none.
+
+    `trial` is an index of `SearchRecord.trials`; the trial is on the Pareto front.
+    """
 
     role: Role
     trial: int | None = None

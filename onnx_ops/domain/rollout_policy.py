@@ -159,11 +159,13 @@ class PlannedStep:
     """One step of a rollout.
 
     `percent` is the candidate's percentage of traffic. `mirror_percent` is the percentage of
-    requests that are copied to the candidate in a shadow step.
+    requests that are copied to the candidate in a shadow step. Both are 0 in a step that measures
+    the cold start.
 
-    Both are 0 in a step that measures the cold start. `minimum` is the number of requests to the
-    candidate, or of copies, that the step needs. It is 0 without analysis, in the step of the cold
-    start, and in the last step. `approval`: whether the step ends only after an operator's command.
+    `minimum` is the number of requests to the candidate, or of copies, that the step needs. It is 0
+    without analysis, in the step of the cold start, and in the last step. `approval`: whether a
+    step with analysis ends only after an operator's command. Without analysis, it is False, and
+    each step before the last waits for the command.
     """
 
     kind: StepKind

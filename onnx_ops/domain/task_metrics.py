@@ -503,7 +503,10 @@ It is measured wherever labels allow it.
 """
 
 DEFAULT_FOR_NUMBERS = "rmse"
-"""The metric that is measured beside accuracy where labels are numbers."""
+"""The default metric of `onnx-ops judge` where labels have fractions.
+
+A pipeline with numbers as labels also measures it if no gate has a metric of numbers.
+"""
 
 _OTHER_KIND: Mapping[AnswerKind, str] = MappingProxyType(
     {

@@ -576,7 +576,12 @@ _FAMILIES = (
         RUNS,
     ),
     ("batched_requests_total", "Requests that ran in a batch with others.", "counter", BATCHED),
-    ("shadow_requests_total", "Requests mirrored to the deployment.", "counter", SHADOW_SENT),
+    (
+        "shadow_requests_total",
+        "Mirrored requests queued for the deployment.",
+        "counter",
+        SHADOW_SENT,
+    ),
     (
         "shadow_dropped_total",
         "Mirrored requests dropped before the deployment got them.",

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import bisect
 import functools
+import importlib.util
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import numpy as np
 import numpy.typing as npt
@@ -114,9 +117,24 @@ class QuantileComparison(Interval):
 def load_functions() -> None:
     """Import SciPy's special functions before the first measurement needs them.
 
-    The import takes 0.15 s.
+    SciPy then reads every name of NumPy, which would import NumPy's compiler of Fortran and its
+    test tools. They are half of the import's 0.15 s, so their import waits until they are used.
     """
+    for name in ("f2py", "testing"):
+        _postpone_import(np, name)
     scipy.special.ndtri(0.5)
+
+
+def _postpone_import(package: ModuleType, name: str) -> None:
+    """Set a submodule that is imported when one of its attributes is used."""
+    path = f"{package.__name__}.{name}"
+    spec = None if path in sys.modules else importlib.util.find_spec(path)
+    if spec is None or spec.loader is None:
+        return
+    spec.loader = importlib.util.LazyLoader(spec.loader)
+    sys.modules[path] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    setattr(package, name, module)
 
 
 def hodges_lehmann(x: npt.ArrayLike, alpha_one_sided: float) -> tuple[float, float, float]:

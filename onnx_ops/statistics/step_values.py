@@ -251,7 +251,8 @@ def _measure_numbers(expected: npt.NDArray[Any], given: npt.NDArray[Any]) -> Ste
         count = int((~np.isfinite(after)).sum())
         usual = int((~np.isfinite(before)).sum())
         return StepDistance(
-            mismatch=f"other values are not finite: {count} instead of {usual} of {after.size}"
+            mismatch="NaN or infinity is at other positions: "
+            f"in {count} of {after.size} values, instead of {usual}"
         )
     finite = np.isfinite(before)
     before, after = before[finite], after[finite]

@@ -271,7 +271,8 @@ def _as_column(by_row: Bools, like: Floats) -> Bools:
 def _find_distinct(stacked: Array) -> Array:
     """Return the distinct entries along axis 0 for each place.
 
-    The result has length k along that axis: the largest number of distinct entries of a place.
+    The length of that axis is the largest number of distinct entries of a place. A place with fewer
+    distinct entries repeats its smallest one.
     """
     if stacked.dtype.kind == "O":
         stacked = stacked.astype(np.str_)

@@ -368,7 +368,8 @@ class FakeMetrics(MetricsSource):
 
     def _answer(self, config: EndpointConfig) -> None:
         if self.down:
-            raise ServiceUnavailableError("the metrics do not answer", where=config.endpoint)
+            what = "the metrics source does not answer"
+            raise ServiceUnavailableError(what, where=config.endpoint)
 
 
 @dataclass(slots=True)

@@ -153,3 +153,20 @@ def make_parity_result(parity: ParityResult, metric: str) -> GateResult:
         unit="x",
         n=sum(d.rows for d in parity.differences if d.output == worst.output),
     )
+
+
+def build_metric_gate(name: str | None, max_drop: float, *, lower_is_better: bool) -> MetricGate:
+    """Return a gate that limits a metric.
+
+    `max_drop` is the maximum drop, or the maximum relative increase if lower values are better.
+    `name` is a metric or the reference of a custom metric. `lower_is_better` is used only for a
+    custom metric.
+    """
+    gate = MetricGate(name=name)
+    if name is not None and ":" in name:
+        gate = MetricGate(use=name, higher_is_better=not lower_is_better)
+    return (
+        replace(gate, max_increase=max_drop)
+        if gate.lower_is_better
+        else replace(gate, max_drop=max_drop)
+    )

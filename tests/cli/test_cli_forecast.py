@@ -137,4 +137,4 @@ def test_rollout_status_shows_time_until_enough_requests(
     )
     rollouts.rollout_status("digits")
     shown = " ".join(capfd.readouterr().out.split())
-    assert "here for 100 s; 200 requests in 2 min (90 %: 79 s to 2 min)" in shown
+    assert "here for 100 s; 200 requests expected in 2 min (90 %: 79 s to 2 min)" in shown

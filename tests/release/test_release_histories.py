@@ -327,7 +327,7 @@ class Histories(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("examples", [8, pytest.param(2000, marks=pytest.mark.nightly)])
-def test_random_history_serves_rolled_back_version_only_with_later_override(examples: int) -> None:
+def test_random_history_serves_rejected_version_only_with_later_override(examples: int) -> None:
     run_state_machine_as_test(
         Histories,
         settings=settings(

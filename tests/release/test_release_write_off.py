@@ -117,7 +117,7 @@ def test_written_off_server_that_reports_again_is_shown_as_back(
     assert write_off_server(scene.context, "digits", "r3", reason="gone again")
 
 
-def test_status_with_differing_replica_versions_names_replicas(
+def test_status_with_differing_package_versions_names_replicas(
     scene: Scene, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status_report([read_status(scene.context, "digits")], 0.0)

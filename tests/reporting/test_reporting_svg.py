@@ -64,7 +64,7 @@ def test_tick_texts_are_distinct_and_show_their_values(one: float, other: float)
     )
 
 
-def test_tick_texts_of_common_ranges_match_expected_labels() -> None:
+def test_tick_texts_of_common_ranges_have_no_more_digits_than_needed() -> None:
     assert tick_texts(linear_ticks(0, 100)) == ("0", "20", "40", "60", "80", "100")
     assert tick_texts(linear_ticks(0.98, 1.26)) == ("1.0", "1.1", "1.2")
     assert tick_texts(linear_ticks(0.94, 1.06)) == ("0.950", "0.975", "1.000", "1.025", "1.050")

@@ -25,10 +25,9 @@ from onnx_ops.ports import Dataset
 from onnx_ops.testing.models import CLASSES, rows, write_perceptron
 from onnx_ops.tools.generated_rows import generate_samples
 from onnx_ops.tools.judge import judge_candidate
-from onnx_ops.tools.judgement import Judgement, JudgeRequest, SweepPoint
+from onnx_ops.tools.judgement import Judgement, JudgeRequest, SweepPoint, build_metric_gate
 from onnx_ops.tools.model_inputs import shared_inputs
 from onnx_ops.tools.supplied_rows import check_samples
-from onnx_ops.tools.task_judgement import build_metric_gate
 from tests.measure.scripted import Scripted
 from tests.support.graphs import write_graph
 from tests.support.pairs import derive, write_changed

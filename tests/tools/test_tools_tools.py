@@ -289,7 +289,7 @@ class TestCompare:
                 found.verdict
             ]
 
-    def test_compare_of_labels_counts_different_rows(self, tmp_path: Path) -> None:
+    def test_compare_of_models_with_different_labels_fails(self, tmp_path: Path) -> None:
         best = (
             "(float[n,3] x) => (int64[n] label) { label = ArgMax<axis: int = 1, keepdims: "
             "int = 0>(x) }"
@@ -329,9 +329,7 @@ class TestCompare:
         }
         assert any("A rejects them" in note for note in compared(picky, b).notes)
 
-    def test_compare_of_lookup_and_clock_models_detects_rare_differences(
-        self, tmp_path: Path
-    ) -> None:
+    def test_compare_of_unequal_lookup_or_modulo_models_fails(self, tmp_path: Path) -> None:
         table = np.random.default_rng(0).standard_normal((400, 3)).astype(np.float32)
         lookup = "(int64[n,4] tokens) => (float[n,4,3] y) { y = Gather(table, tokens) }"
         right = write_graph(tmp_path / "right.onnx", lookup, table=table)

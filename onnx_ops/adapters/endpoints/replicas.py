@@ -524,7 +524,8 @@ class ReplicaEndpoints(EndpointProvider):
         return (
             signer.key in trusted,
             found,
-            "Trust this key: put its file NAME.pub.pem into the folder `trusted_keys`.",
+            "Trust this key: copy its file NAME.pub.pem into the folder that the setting "
+            "`trusted_keys` names.",
         )
 
     def _check_tables(self, config: EndpointConfig) -> Finding:

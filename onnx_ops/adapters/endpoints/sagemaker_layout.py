@@ -59,7 +59,10 @@ class EndpointLayout:
     weights: Mapping[str, float]
 
     def has_config(self, config_name: str) -> bool:
-        """Return whether a config has the variants of this layout, with any weights."""
+        """Return whether a config differs from this layout at most in its weights.
+
+        The names are compared. A name contains a digest of the variants and options, without tags.
+        """
         return config_name[: -_WEIGHTS_DIGITS - 1] == self.config_name[: -_WEIGHTS_DIGITS - 1]
 
     def copy_config(self) -> EndpointLayout:

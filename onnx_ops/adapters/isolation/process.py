@@ -12,6 +12,7 @@ import select
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -260,13 +261,13 @@ def build_interpreter_command(python: Path, entry: str, packages: Collection[str
             if spec is None:
                 raise NotFoundError(
                     f"package {name} is not installed",
-                    where=str(python),
+                    where=sys.executable,
                     remedy="Install the package in the environment of onnx-ops.",
                 )
             if spec.origin is None:
                 raise NotFoundError(
                     f"package {name} is a namespace package",
-                    where=str(python),
+                    where=sys.executable,
                     why="it has no `__init__.py`",
                     remedy="Add an `__init__.py` to its folder.",
                 )

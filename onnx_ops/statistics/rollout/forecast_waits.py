@@ -48,7 +48,10 @@ _SKEWS = 0.05, 0.35, 0.65, 0.95
 """Exponents of Zipf's law by which users send requests."""
 _MAX_INTERVALS = 4000
 _MERGED_REQUESTS = 2.0
-"""Expected requests up to which intervals are merged, in steps of over `_MAX_INTERVALS`."""
+"""Maximum expected number of the candidate's requests in a merged interval.
+
+Intervals are merged only if `step_timeout` has more than `_MAX_INTERVALS` of them.
+"""
 _LEVEL_BEYOND = 4.0
 """Multiple of the shortest time up to which a service level is searched for.
 

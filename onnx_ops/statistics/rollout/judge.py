@@ -375,9 +375,10 @@ def _explain_few_users(users: float, policy: RolloutPolicy) -> str:
             "each version are needed"
         )
     missing = math.ceil(policy.min_units - users)
+    verb = "is" if missing == 1 else "are"
     return (
-        f"the results of each version come from {users:.0f} equally active users or more, "
-        f"and {policy.min_units} are needed: {missing} are missing"
+        f"the results of each version come from at least {math.floor(users)} equally active users, "
+        f"and {policy.min_units} are needed: {missing} {verb} missing"
     )
 
 
