@@ -21,7 +21,8 @@ from onnx_ops.domain.execution import Environment
 OLIVE, OPTIMUM = "Olive 0.13.0", "optimum-onnx 0.1.0"
 _SAME = ("onnx==1.23.2", "onnxruntime==1.31.1", "torch==2.13.0", "numpy==2.4.6")
 PINS = {
-    # olive-ai imports `requests` without declaring this dependency.
+    # olive-ai imports `requests` without declaring this dependency, see
+    # https://github.com/microsoft/Olive/issues/2676
     OLIVE: ("olive-ai==0.13.0", "requests==2.34.2", "transformers==5.23.0", *_SAME),
     OPTIMUM: ("optimum-onnx[onnxruntime]==0.1.0", "optimum==2.1.0", "transformers==4.57.6", *_SAME),
 }

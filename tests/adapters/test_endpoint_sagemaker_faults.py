@@ -161,7 +161,7 @@ def test_sagemaker_apply_with_fault_at_any_request_keeps_serving(
     due = moments(kind, requests)
     assert len(due) >= 5
     # A lasting fault is tried at only a part of the requests. A client gives up only after six
-    # attempts without an answer, which takes long.
+    # failed attempts, which takes long.
     for moment in sweep(due[:: (4 if kind == "hang" else 2) if lasting else 1]):
         order(site.fake, kind, requests, moment, lasting=lasting)
         try:

@@ -283,7 +283,7 @@ class Trial:
         try:
             request()
         except (NotFoundError, UserError, RefusedError):
-            # There is no version to roll back to.
+            # No rollout is in progress, there is no version to return to, or it was rolled back.
             return
         except (StillPendingError, Killed):
             if self._count_rollbacks() > requests:

@@ -160,7 +160,7 @@ class LocalPod:
         ):
             if source in volume:
                 for file, data in self._read_data(kind, volume[source][name]).items():
-                    # Kubernetes mounts names that are links into another folder.
+                    # Kubernetes mounts each key as a link to a file in the folder `..data`.
                     (path / "..data").mkdir(exist_ok=True)
                     (path / "..data" / file).write_bytes(data)
                     (path / file).unlink(missing_ok=True)

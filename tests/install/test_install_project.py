@@ -60,7 +60,8 @@ def test_workflows_of_new_project_judge_release_promote_and_roll_back_on_bare_ma
     assert "fraud.yaml: PASS" in world.github.requests[-1].document["body"]
     assert "fraud.yaml: PASS" in published.summary
     assert not (runner.checkout / ".onnx-ops" / "ledger").exists()
-    # A push on a hosted runner stops at its gates. The summary is written even without a token.
+    # On a hosted runner, the release job of a push stops after the gates. The summary is written
+    # even without a token.
     runner = world.push(first, hosted=True, token="")
     published = world.run("publish", "push", {"before": first}, token="")
     assert "fraud.yaml: PASS" in published.summary

@@ -175,9 +175,9 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
     try:
         return (yield)
     finally:
-        # All objects are young, so each of the next collections would examine all of them,
-        # including the two at pytest's end. One collection and a freeze here avoid that. With
-        # --collect-only no test runs, so this collection is skipped too.
+        # The freeze exempts the new objects from later garbage collections. Otherwise, each full
+        # one would examine all of them, including the two at pytest's end. With --collect-only no
+        # test runs, so the garbage is not freed before the freeze.
         if not session.config.option.collectonly:
             # Garbage that is frozen is never collected.
             gc.collect()

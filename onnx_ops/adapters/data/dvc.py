@@ -138,11 +138,13 @@ class DvcPointer:
 class _TrackedFile:
     """A tracked file at a commit.
 
-    `folder` is where git runs. `path` is relative to the top of the repository.
+    `folder` is where git runs; it is a bare copy unless `is_checkout`. `path` is relative to the
+    top of the repository.
     """
 
     options: DvcOptions
     folder: Path
+    is_checkout: bool
     commit: str
     path: str
     pointer: DvcPointer
@@ -251,7 +253,12 @@ class DvcSource(DataSource):
         path = posixpath.normpath(posixpath.join(inner, options.path))
         pointer = self._find_pointer(options, folder, commit, path)
         tracked = _TrackedFile(
-            options=options, folder=folder, commit=commit, path=path, pointer=pointer
+            options=options,
+            folder=folder,
+            is_checkout=is_checkout,
+            commit=commit,
+            path=path,
+            pointer=pointer,
         )
         if is_checkout and commit == _find_commit(folder, "", str(folder)):
             self._check_checkout(tracked, Path(_text(top)))
@@ -374,11 +381,9 @@ class DvcSource(DataSource):
             (_PLUGINS[pointer.scheme],) if pointer.scheme in _PLUGINS else (),
             "fetch",
             repo=str(tracked.folder.resolve()),
-            rev=""
-            if pointer.cache
-            # With a cache on this machine, the folder is a checkout. DVC reads the config files of
-            # the checkout, because a commit does not contain the credentials.
-            else tracked.commit,
+            # In a checkout, DVC reads the config files of the working tree, because a commit does
+            # not contain the credentials.
+            rev="" if tracked.is_checkout else tracked.commit,
             remote=tracked.options.remote or pointer.remote,
             md5=md5,
             legacy=pointer.legacy,

@@ -524,8 +524,7 @@ class ReplicaEndpoints(EndpointProvider):
         return (
             signer.key in trusted,
             found,
-            "Trust this key: copy its file NAME.pub.pem into the folder that the setting "
-            "`trusted_keys` names.",
+            "Trust this key: copy its NAME.pub.pem into the folder of the setting `trusted_keys`.",
         )
 
     def _check_tables(self, config: EndpointConfig) -> Finding:

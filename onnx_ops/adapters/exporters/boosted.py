@@ -51,7 +51,7 @@ class _BoostedExporter(SklearnExporter):
                 remedy=f"`train.run` must return {self._native}, or a pipeline that ends in one.",
             )
         with warnings.catch_warnings():
-            # onnxmltools tries to import all frameworks, and warns about missing ones.
+            # Warnings at the import of these packages are not about the user's model.
             warnings.simplefilter("ignore")
             from skl2onnx import update_registered_converter
             from skl2onnx.common import shape_calculator as shapes
@@ -119,7 +119,7 @@ class LightgbmExporter(_BoostedExporter):
         which Python's parser refuses by default.
         """
         with warnings.catch_warnings():
-            # onnxmltools warns about each framework that is not installed.
+            # Warnings at the import of the converter are not about the user's model.
             warnings.simplefilter("ignore")
             converter: Any = importlib.import_module(f"onnxmltools.convert.{self._converter[0]}")
         strict = converter.json

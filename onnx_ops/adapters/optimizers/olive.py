@@ -73,7 +73,9 @@ class OliveOptimizer(Optimizer):
 
     requirements = (
         "olive-ai==0.13.0",
-        "requests==2.34.2",  # olive-ai imports `requests` without declaring this dependency.
+        # olive-ai imports `requests` without declaring this dependency, see
+        # https://github.com/microsoft/Olive/issues/2676
+        "requests==2.34.2",
         "transformers==5.23.0",
         "onnx==1.23.2",
         "onnxruntime==1.31.1",

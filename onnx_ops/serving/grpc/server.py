@@ -342,7 +342,8 @@ class ReadinessServicer(health.aio.HealthServicer):  # type: ignore[misc]
             try:
                 await self.refresh()
             except Exception:
-                # If this error ended the task, clients would never receive a later status.
+                # If this error ended the task, watching clients would receive a changed status only
+                # when a client calls `Check`.
                 _log.exception("the health status could not be refreshed")
             await asyncio.sleep(_HEALTH_PAUSE_S)
 

@@ -165,9 +165,9 @@ class GpuMemory:
         if library.nvmlInit_v2():
             return
         self._library = library
-        # CUDA_VISIBLE_DEVICES lists the visible GPUs in CUDA's order. CUDA numbers GPUs by speed,
-        # unless CUDA_DEVICE_ORDER is PCI_BUS_ID. NVML numbers them by bus. If the two orders can
-        # differ, GPUs are not identified by their numbers.
+        # A GPU is identified by its position in CUDA_VISIBLE_DEVICES, whose entries are UUIDs or
+        # CUDA's numbers. CUDA numbers GPUs by speed, unless CUDA_DEVICE_ORDER is PCI_BUS_ID. NVML
+        # numbers them by bus. If the two numberings can differ, only UUIDs identify GPUs.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         count = ctypes.c_uint()
         library.nvmlDeviceGetCount_v2(ctypes.byref(count))
