@@ -33,10 +33,9 @@ from onnx_ops.onnx_graph.model_kind import read_candidate_kind
 from onnx_ops.ports import Dataset, OptimizeRequest
 from onnx_ops.tools.generated_rows import generate_samples
 from onnx_ops.tools.judge import judge_candidate
-from onnx_ops.tools.judgement import JudgeRequest, SweepPoint
+from onnx_ops.tools.judgement import JudgeRequest, SweepPoint, build_metric_gate
 from onnx_ops.tools.model_inputs import shared_inputs
 from onnx_ops.tools.supplied_rows import check_samples
-from onnx_ops.tools.task_judgement import build_metric_gate
 
 for _module in ("faults_ends", "faults_inputs"):
     # The import registers the faults of the module.
