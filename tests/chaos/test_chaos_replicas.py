@@ -100,7 +100,7 @@ class ReplicatedSite(Site):
                 url=f"{self.replicas.address(name)}/v2/models/{MODEL}/infer",
                 payloads=payloads(),
                 headers={"content-type": "application/json"},
-                seconds=2 * TIMEOUT_S,
+                seconds=8 * TIMEOUT_S,
             )
             for name in NAMES
         ]

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +26,7 @@ from onnx_ops.domain.execution import INLINE_S, Execution
 from onnx_ops.domain.ledger import Intent, MetricsRecorded, ReleaseState, fold
 from onnx_ops.domain.rollout import ActionKind
 from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy, ShadowTrial
+from onnx_ops.errors import ServiceUnavailableError
 from onnx_ops.ports import Context
 from onnx_ops.protocol.server_process import SERVER_FILE, ServerRecord
 from onnx_ops.release.promote import bind_endpoint, promote
@@ -162,16 +164,18 @@ class Site:
             payloads=payloads(),
             headers={"content-type": "application/json"},
             connections=connections,
-            seconds=2 * TIMEOUT_S,
+            seconds=8 * TIMEOUT_S,
         )
         return LoadProcess(plan)
 
-    def drive(self, timeout_s: float = TIMEOUT_S) -> str:
+    def drive(self, timeout_s: float = 4 * TIMEOUT_S) -> str:
         """Reconcile until no rollout is in progress; return the reason of the last move."""
         deadline = time.monotonic() + timeout_s
         while self.state().roles.candidate is not None:
             assert time.monotonic() < deadline, reconcile_until_stable(self.context, ENDPOINT)[-1]
-            reconcile_until_stable(self.context, ENDPOINT)
+            # An effect that is not visible yet is checked again by the next pass.
+            with suppress(ServiceUnavailableError):
+                reconcile_until_stable(self.context, ENDPOINT)
             time.sleep(0.2)
         actions = [
             e.body.action for e in self.world.ledger.read(ENDPOINT) if isinstance(e.body, Intent)

@@ -162,6 +162,7 @@ def act_as_github(project: Path) -> None:
             "GITHUB_TOKEN": "ghs_nobody",
             "METRICS": str(project / ".onnx-ops" / "metrics"),
             "SINCE": "",
+            "STEP": "",
             "REPORTS": "https://reports.example.org",
         }
         evaluated, folder = (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -37,8 +36,8 @@ def test_demo_script_finishes_one_canary_and_rolls_back_twice(tmp_path: Path) ->
         ]
     finally:
         project.stop_endpoints()
-    # Entries with equal shares are joined, since a clean-up does not change the traffic.
-    assert [shares for shares, _ in itertools.groupby(moved)] == [
+    # On a slow machine, the slow version can reach the second step before it is rolled back.
+    assert [shares for shares in moved if shares != {"v4": 50, "v7": 50}] == [
         {"v1": 100},
         {"v1": 90, "v4": 10},
         {"v1": 50, "v4": 50},
