@@ -287,16 +287,3 @@ def from_document(document: dict[str, object]) -> OnnxOpsError:
         kind = OnnxOpsError
     texts = {name: str(document.get(name, "")) for name in ("where", "why", "remedy")}
     return kind(str(document.get("what", "")), **texts)
-
-
-_WORST_FIRST = (2, 5, 1, 4, 3)
-"""Exit codes of several runs or endpoints, in order of precedence.
-
-The codes mean: wrong input, refused, a gate failed, the environment failed, inconclusive.
-"""
-
-
-def worst_exit_code(codes: Iterable[int]) -> int:
-    """Return the exit code with the highest precedence; 0 without codes."""
-    distinct = set(codes)
-    return next((code for code in _WORST_FIRST if code in distinct), max(distinct, default=0))

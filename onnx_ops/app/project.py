@@ -289,8 +289,8 @@ def prepare(
     """Check a pipeline file and plan its stages.
 
     Args:
-        offline: whether the plan is only shown. A remote model without a pin is then not requested,
-            and is treated as changed.
+        offline: whether the plan is only shown. A remote model is then not requested, and is
+            treated as changed.
     """
     from onnx_ops.pipeline import plan
     from onnx_ops.pipeline.probe import OfflineProbe, ProjectProbe, needs_request
@@ -458,9 +458,9 @@ def execute(
 ) -> RunResult:
     """Run a plan, and compare the release with `base` in the report.
 
-    Up to `jobs` stages run concurrently. If no value of the file was overridden, and no tracked
-    file differs from the commit, the measurements are recorded under the commit. An error of this
-    recording is ignored; later comparisons then report that no measurements are recorded.
+    Up to `jobs` stages run concurrently. Without overrides, and if no tracked file differs from the
+    commit, the measurements are recorded under the commit. An error of this recording is ignored;
+    later comparisons then report that no measurements are recorded.
 
     Args:
         no_cache: kinds of stages whose cached results are ignored.
@@ -565,6 +565,13 @@ def _choose_handler(prepared: PreparedPipeline, handler: StageHandler) -> Handle
     return ReleaseHandler(handler, prepared.evaluation)
 
 
+_WORST_FIRST = (2, 5, 1, 4, 3)
+"""Exit codes of several runs, in order of precedence.
+
+The codes mean: wrong input, refused, a gate failed, the environment failed, inconclusive.
+"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineResult:
     """Result of one pipeline in a run of several.
@@ -634,3 +641,9 @@ def run_files(
         return PipelineResult(file=file, summary=summary, errors=result.errors)
 
     return ordered_map(jobs, led, files)
+
+
+def worst_exit_code(codes: Iterable[int]) -> int:
+    """Return the exit code with the highest precedence among those of several runs."""
+    distinct = set(codes)
+    return next((code for code in _WORST_FIRST if code in distinct), max(distinct, default=0))

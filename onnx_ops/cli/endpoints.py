@@ -35,7 +35,7 @@ from onnx_ops.cli.common import (
 from onnx_ops.cli.dry_runs import DryRunOption, DryRunOutcome, show_dry_run
 from onnx_ops.cli.progress import format_seconds, working
 from onnx_ops.domain.artifact import short_digest
-from onnx_ops.errors import OnnxOpsError, UserError, worst_exit_code
+from onnx_ops.errors import OnnxOpsError, UserError
 
 if TYPE_CHECKING:
     from onnx_ops.domain.endpoint import EndpointServer, EndpointState
@@ -119,7 +119,7 @@ def status(
         for status_ in statuses
         if status_.state.roles.stable is not None and status_.actual is None
     ]
-    raise typer.Exit(worst_exit_code(codes))
+    raise typer.Exit(max(codes, default=0))
 
 
 def history(
@@ -173,7 +173,7 @@ def history(
         print_errors(errors)
 
     print_result(lambda: [*codec.to_json(lines), *_failed(errors)], report, as_json=as_json)
-    raise typer.Exit(worst_exit_code(error.exit_code for error in errors.values()))
+    raise typer.Exit(max((error.exit_code for error in errors.values()), default=0))
 
 
 def prune(
@@ -196,9 +196,9 @@ def prune(
     """Remove old versions from the registry, this machine, store and providers.
 
     A version stays if an alias points at it. It also stays if an endpoint serves it, can roll back
-    to it, or will serve it next. An object stays if it is younger than --older-than or a day. It
-    also stays if a recorded result, the ledger or the decision of an aliased version names it.
-    MLflow only marks removed versions as deleted; `mlflow gc` frees their space.
+    to it, or will serve it next. An object stays if it is younger than a day. It also stays if a
+    recorded result, the ledger or the decision of an aliased version names it. MLflow only marks
+    removed versions as deleted; `mlflow gc` frees their space.
 
     Example: onnx-ops prune digits-mlp --keep 3 --older-than 90d
     """
@@ -494,8 +494,12 @@ def traffic_chart(lines: Sequence[HistoryLine]) -> None:
     for endpoint in dict.fromkeys(line.endpoint for line in lines):
         print_text("[bold]{}[/bold]: shares of traffic; times in UTC", endpoint)
         shades: dict[str, tuple[str, str]] = {}
+        last: dict[str, int] = {}
         for line in (entry for entry in lines if entry.endpoint == endpoint):
             shares = {name: share for name, share in line.traffic.items() if share}
+            if shares == last:
+                continue
+            last = shares
             bar = Markup()
             for name, share in shares.items():
                 shade, colour = shades.setdefault(name, palette[len(shades) % len(palette)])
@@ -553,7 +557,7 @@ def _describe_workers(pool: PoolStatus) -> str:
 
 
 def _orphan_report(survey: OrphanSurvey, hint: str = "") -> None:
-    """Print the providers' resources that no endpoint uses."""
+    """Print the providers' resources that no release needs."""
     if survey.orphans:
         rows = []
         for orphan in survey.orphans:

@@ -44,7 +44,7 @@ from onnx_ops.cli.common import (
 )
 from onnx_ops.cli.dry_runs import DryRunOption, DryRunOutcome, show_dry_run
 from onnx_ops.domain.rollout import OperatorCommand
-from onnx_ops.errors import OnnxOpsError, StillPendingError, UserError, worst_exit_code
+from onnx_ops.errors import OnnxOpsError, StillPendingError, UserError
 from onnx_ops.plugins import EXTRAS, absent, install_hint
 
 if TYPE_CHECKING:
@@ -307,9 +307,7 @@ def rollback(
     to: Annotated[
         str | None,
         typer.Option(
-            "--to",
-            metavar="VERSION",
-            help="Version to restore. Default: in a rollout the stable one, else the previous one.",
+            "--to", metavar="VERSION", help="Version to restore. Default: the previous one."
         ),
     ] = None,
     reason: Reason = "",
@@ -336,8 +334,7 @@ def rollback(
     withdraw: Annotated[
         bool,
         typer.Option(
-            "--withdraw",
-            help="Withdraw a rollback or deletion that was requested and could not be done yet.",
+            "--withdraw", help="Withdraw a rollback that was requested and could not be done yet."
         ),
     ] = False,
     *,
@@ -412,7 +409,7 @@ def rollback(
         as_json=as_json,
     )
     if errors:
-        raise typer.Exit(worst_exit_code(error.exit_code for error in errors.values()))
+        raise typer.Exit(max(error.exit_code for error in errors.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -608,7 +605,7 @@ def _hand_over(
 ) -> dict[str, str]:
     """Start background processes for aliases, pending rollbacks and notifications.
 
-    Importing MLflow here would delay the command by seconds. If a background process ends early,
+    Importing MLflow would take longer than the whole rollback. If a background process ends early,
     the ledger still contains the pending work, and every reconciliation tries it again. Return a
     text for each endpoint with pending work.
     """

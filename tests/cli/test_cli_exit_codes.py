@@ -37,11 +37,11 @@ def test_exit_after_steps_exits_with_5_if_refused_and_4_if_last_step_failed(
     assert ended.value.exit_code == code
 
 
-def test_exit_after_steps_with_errors_exits_with_code_of_highest_precedence() -> None:
+def test_exit_after_steps_with_errors_exits_with_highest_code_of_errors() -> None:
     errors = {"a": UserError("no such endpoint"), "b": ServiceUnavailableError("no answer")}
     with pytest.raises(typer.Exit) as ended:
         exit_after_steps({"digits": [REFUSED]}, errors)
-    assert ended.value.exit_code == 2
+    assert ended.value.exit_code == 4
 
 
 def test_rollout_status_watch_of_aborted_rollout_exits_with_1(
