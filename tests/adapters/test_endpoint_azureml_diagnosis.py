@@ -127,7 +127,7 @@ def test_azureml_diagnosis_with_html_response_reports_failed_check(
             "quota for Standard_DS3_v2",
             "92 of 92 cores of standardDSv2Family",
         ),
-        ({"quota": 23}, {"instances": 10}, "quota for Standard_DS3_v2", "needs 96"),
+        ({"quota": 23}, {"instances": 10}, "quota for Standard_DS3_v2", "need 96"),
         ({}, {"instance_type": "Standard_X1"}, "quota for Standard_X1", "does not have this size"),
     ],
 )

@@ -309,5 +309,5 @@ def test_decode_of_entry_under_other_name_raises_corrupt_state_error(
 
     data = Storage(tmp_path).path(LENGTH).read_bytes()
     assert decode(ENDPOINT, LENGTH, data).chained.entry.sequence == LENGTH
-    with pytest.raises(CorruptStateError, match="another endpoint or number"):
+    with pytest.raises(CorruptStateError, match="contains entry 14 of endpoint digits"):
         decode(endpoint, sequence, data)

@@ -93,7 +93,7 @@ def test_ledger_read_with_entry_of_other_endpoint_raises_corrupt_state_error(
     other = folder.parent / "other"
     other.mkdir()
     (folder / "00000001.jsonl").rename(other / "00000001.jsonl")
-    with pytest.raises(CorruptStateError, match="of another endpoint or number"):
+    with pytest.raises(CorruptStateError, match="contains entry 1 of endpoint digits"):
         ledger.read("other")
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from onnx_ops.domain.ledger import RollbackRequested
 from onnx_ops.domain.notification import (
     EVENT_NAMES,
     Notification,
@@ -57,7 +58,8 @@ def test_build_event_of_rollback_names_version_and_reason() -> None:
     assert event.payload["why"] == ALARM.why
     assert event.labels == {"onnx-ops.severity": "critical"}
     back = plan_rollback(FINISH.roles, version(1), "cpu", why="wrong on sevens")
-    *_, found = followed(CONFIGURED, FINISH, back)
+    requested = RollbackRequested(action=back, by_operator=True)
+    *_, found = followed(CONFIGURED, FINISH, requested, back)
     event = build_event(found)
     assert event.event == "onnx-ops.rolled-back"
     assert (event.payload["version"], event.payload["serving"]) == ("2", "1")

@@ -60,7 +60,7 @@ def test_measure_traffic_without_new_reading_raises_service_unavailable_error() 
 def test_measure_traffic_without_metrics_raises_service_unavailable_error() -> None:
     scene = serving("a")
     scene.world.provider.counted.down = True
-    with pytest.raises(ServiceUnavailableError, match="do not answer"):
+    with pytest.raises(ServiceUnavailableError, match="does not answer"):
         measure_traffic(scene.context, "digits", 20.0, sleep=lambda _: None)
 
 

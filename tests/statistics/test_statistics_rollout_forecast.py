@@ -199,7 +199,7 @@ def test_forecast_of_harm_that_first_step_detects_omits_it_in_later_steps() -> N
 def test_forecast_of_impossible_input_raises_value_error(
     policy: RolloutPolicy, traffic: Traffic, harms: list[Harm]
 ) -> None:
-    with pytest.raises(ValueError, match=r"( is | are |analysis)"):
+    with pytest.raises(ValueError, match=r"( is |must be |analysis)"):
         forecast_rollout(policy, traffic, harms)
 
 
