@@ -289,8 +289,8 @@ def prepare(
     """Check a pipeline file and plan its stages.
 
     Args:
-        offline: whether the plan is only shown. A remote model is then not requested, and is
-            treated as changed.
+        offline: whether the plan is only shown. A remote model without a pin is then not requested,
+            and is treated as changed.
     """
     from onnx_ops.pipeline import plan
     from onnx_ops.pipeline.probe import OfflineProbe, ProjectProbe, needs_request
@@ -458,9 +458,9 @@ def execute(
 ) -> RunResult:
     """Run a plan, and compare the release with `base` in the report.
 
-    Up to `jobs` stages run concurrently. Without overrides, and if no tracked file differs from the
-    commit, the measurements are recorded under the commit. An error of this recording is ignored;
-    later comparisons then report that no measurements are recorded.
+    Up to `jobs` stages run concurrently. If no value of the file was overridden, and no tracked
+    file differs from the commit, the measurements are recorded under the commit. An error of this
+    recording is ignored; later comparisons then report that no measurements are recorded.
 
     Args:
         no_cache: kinds of stages whose cached results are ignored.

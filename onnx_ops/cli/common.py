@@ -125,7 +125,7 @@ KEEP = "\u00a0"
 class CollectedOutput:
     """Output of a command for a Python caller.
 
-    The output consists of the command's document, and of all errors that were printed.
+    The output consists of the command's document, and of the errors that `print_error` printed.
     """
 
     document: Any = None
@@ -143,8 +143,8 @@ def handle_errors(command: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(command)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        # With --json, standard output must contain only one document. The output of libraries and
-        # the progress therefore go to standard error.
+        # With --json, standard output must contain only JSON. The output of libraries therefore
+        # goes to standard error.
         redirect = (
             contextlib.redirect_stdout(sys.stderr)
             if kwargs.get("as_json")
@@ -267,9 +267,9 @@ def program(
 
 
 class Command(TyperCommand):
-    """Command whose help ignores the line breaks of its docstring.
+    """Command whose help joins the lines of each paragraph of its docstring.
 
-    The help shows the values of options as `FILE`, `N` or `a|b`.
+    The help shows the values of options by names such as `FILE` and `N`, or as `a|b`.
     """
 
     def __init__(self, name: str | None, **settings: Any) -> None:
@@ -473,8 +473,8 @@ def exit_after_steps(
 class Markup(str):
     """Text in Rich's markup.
 
-    `markup`, `print_text` and `print_table` print other strings literally. `SafeConsole.print`
-    parses every string as markup.
+    Other strings are literal text as values of `markup` and `print_text`, and as cells of
+    `print_table`. `SafeConsole.print` parses every string as markup.
     """
 
     __slots__ = ()
@@ -562,7 +562,7 @@ def say(text: object, *, err: bool = False, indent: int = 0) -> None:
 def print_text(
     template: str, *values: object, out: Console | None = None, indent: int = 0, hang: int = 2
 ) -> None:
-    """Print a paragraph: wrapped between words on a terminal, otherwise in one line.
+    """Print a paragraph; only on a terminal, it is wrapped between words.
 
     Args:
         template: template of `markup`.

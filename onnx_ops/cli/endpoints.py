@@ -196,9 +196,9 @@ def prune(
     """Remove old versions from the registry, this machine, store and providers.
 
     A version stays if an alias points at it. It also stays if an endpoint serves it, can roll back
-    to it, or will serve it next. An object stays if it is younger than a day. It also stays if a
-    recorded result, the ledger or the decision of an aliased version names it. MLflow only marks
-    removed versions as deleted; `mlflow gc` frees their space.
+    to it, or will serve it next. An object stays if it is younger than --older-than or a day. It
+    also stays if a recorded result, the ledger or the decision of an aliased version names it.
+    MLflow only marks removed versions as deleted; `mlflow gc` frees their space.
 
     Example: onnx-ops prune digits-mlp --keep 3 --older-than 90d
     """
@@ -494,12 +494,8 @@ def traffic_chart(lines: Sequence[HistoryLine]) -> None:
     for endpoint in dict.fromkeys(line.endpoint for line in lines):
         print_text("[bold]{}[/bold]: shares of traffic; times in UTC", endpoint)
         shades: dict[str, tuple[str, str]] = {}
-        last: dict[str, int] = {}
         for line in (entry for entry in lines if entry.endpoint == endpoint):
             shares = {name: share for name, share in line.traffic.items() if share}
-            if shares == last:
-                continue
-            last = shares
             bar = Markup()
             for name, share in shares.items():
                 shade, colour = shades.setdefault(name, palette[len(shades) % len(palette)])
@@ -557,7 +553,7 @@ def _describe_workers(pool: PoolStatus) -> str:
 
 
 def _orphan_report(survey: OrphanSurvey, hint: str = "") -> None:
-    """Print the providers' resources that no release needs."""
+    """Print the providers' resources that no endpoint uses."""
     if survey.orphans:
         rows = []
         for orphan in survey.orphans:

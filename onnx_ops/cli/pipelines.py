@@ -127,7 +127,7 @@ def check(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Validate pipeline files without running anything.
+    """Validate pipeline files without running them.
 
     The checks cover data, existing models, the training function's signature, and the packages and
     credentials that a run needs. All problems are reported together, each with line and column.
@@ -184,9 +184,9 @@ def plan(
     """Show what a run would do with each stage, and where it runs.
 
     The plan shows which results are already stored. The time of a stage is that of its last
-    execution from this machine, without waiting. Its price is this time multiplied by the
-    `price_per_hour` of the target. Below the stages, the plan shows what the release would do to
-    endpoints if it passes its gates.
+    execution from this machine, without waiting. The price of a benchmark is this time multiplied
+    by the `price_per_hour` of its target. Below the stages, the plan shows what the release would
+    do to endpoints if it passes its gates.
 
     Example: onnx-ops plan configs/pipelines/digits-mlp.yaml --set train.with.seed=3
     """
@@ -275,7 +275,7 @@ def _list_planned(
 
 
 def _print_rollouts(project: Project, pipeline: Pipeline) -> None:
-    """Print how long the rollout of each endpoint takes, as a note."""
+    """Print forecasts of the durations of analyzed rollouts, as notes."""
     if any(entry.rollout.is_analyzed for entry in pipeline.deploy):
         from onnx_ops.app.rollout_forecasts import forecast_offline
         from onnx_ops.reporting.rollout_forecast import summarize_forecast
@@ -323,9 +323,9 @@ def run(
 ) -> None:
     """Run pipelines, from training to deployment.
 
-    The stages are train, export, validate, quantize, benchmark, gate, register and deploy. Stored
-    results are reused. With --jobs, several pipelines, or the stages of one, run in parallel; a
-    measurement has the machine to itself.
+    The main stages are train, export, validate, quantize, benchmark, gate, register and deploy.
+    Stored results are reused. With --jobs, several pipelines, or the stages of one, run in
+    parallel; a measurement has the machine to itself.
 
     Training code can read all that this command can read, including the key. To protect the key,
     run twice, on two machines or as two users. The first run has no key and uses --until gate and
@@ -506,10 +506,10 @@ def affected(
 ) -> None:
     """List the pipelines that a change affects.
 
-    A pipeline is affected by changes of its file, targets, data, model, or imported code. All
-    changes since this branch diverged from the other branch are considered, committed or not. A
-    `.dvc` file stands for the data to which it points. Exit code: 0, even if no pipeline is
-    affected.
+    A pipeline is affected by changes of its file, targets, data, model, or imported code, and of
+    onnx-ops.toml. All changes since this branch diverged from the other branch are considered,
+    committed or not. A `.dvc` file stands for the data to which it points. Exit code: 0, even if no
+    pipeline is affected.
 
     Example: onnx-ops affected --since origin/main
     """
@@ -617,8 +617,8 @@ def init(
     tests run immediately. With --preset ci-only it runs gates on pull requests, and has neither a
     registry nor an endpoint.
 
-    In a repository, only missing files are written: files below onnx-ops/, onnx-ops.toml, and
-    workflows if .github/ exists. Existing files are not changed.
+    In a repository, only missing files are written: files below onnx-ops/, onnx-ops.toml, and files
+    below .github/ if it exists. Existing files are not changed.
 
     Example: onnx-ops init fraud --preset sklearn
 
@@ -715,7 +715,10 @@ def _add_to_repository(
 
 
 def _print_results(results: Iterable[PipelineResult], *, as_json: bool) -> int:
-    """Print the result of each pipeline when it ends; return the worst exit code."""
+    """Print the result of each pipeline when it ends; return the worst exit code.
+
+    With `as_json`, one document with all results is printed at the end.
+    """
     from onnx_ops.app.project import worst_exit_code
     from onnx_ops.cli.tables import choice_lines
 

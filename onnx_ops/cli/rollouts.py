@@ -307,7 +307,9 @@ def rollback(
     to: Annotated[
         str | None,
         typer.Option(
-            "--to", metavar="VERSION", help="Version to restore. Default: the previous one."
+            "--to",
+            metavar="VERSION",
+            help="Version to restore. Default: in a rollout the stable one, else the previous one.",
         ),
     ] = None,
     reason: Reason = "",
@@ -334,7 +336,8 @@ def rollback(
     withdraw: Annotated[
         bool,
         typer.Option(
-            "--withdraw", help="Withdraw a rollback that was requested and could not be done yet."
+            "--withdraw",
+            help="Withdraw a rollback or deletion that was requested and could not be done yet.",
         ),
     ] = False,
     *,
@@ -605,7 +608,7 @@ def _hand_over(
 ) -> dict[str, str]:
     """Start background processes for aliases, pending rollbacks and notifications.
 
-    Importing MLflow would take longer than the whole rollback. If a background process ends early,
+    Importing MLflow here would delay the command by seconds. If a background process ends early,
     the ledger still contains the pending work, and every reconciliation tries it again. Return a
     text for each endpoint with pending work.
     """

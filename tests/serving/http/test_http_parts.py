@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onnx_ops.serving.inference.request_queue import LatencyEstimator
 from onnx_ops.testing.endpoints import state_of
 from tests.serving.serving_process import INFER, infer_body
 from tests.serving.serving_worker import Worker, post
@@ -100,7 +101,13 @@ def respond(worker: Worker, parts: list[bytes]) -> list[bytes]:
 
 @pytest.fixture(scope="module")
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
-    with asyncio.Runner() as runner:
+    """Return a worker that answers every request before `data_received` returns.
+
+    Run times are not observed: on a loaded machine the model can seem slow, and would then run on a
+    thread, whose response these tests do not await.
+    """
+    with asyncio.Runner() as runner, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LatencyEstimator, "observe", lambda *_: None)
         worker = Worker(state_of(scaled(tmp_path_factory.mktemp("parts"), "blue"), blue=100))
 
         async def assemble() -> None:
