@@ -156,8 +156,6 @@ def _check_steps(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
             f"not {policy.ab_test.split * 100:g}%"
         )
         yield Issue((*where, "ab_test", "split"), message)
-    if policy.ab_test and not policy.ab_test.metric.strip():
-        yield Issue((*where, "ab_test", "metric"), "a metric's name must not be blank")
 
 
 def _list_shares(policy: RolloutPolicy) -> Iterator[tuple[Loc, float]]:

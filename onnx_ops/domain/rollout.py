@@ -277,13 +277,14 @@ def choose_next_action(
     """Return the next action, or the reason to wait.
 
     A policy without analysis waits for an operator at each step. Otherwise `analysis` determines
-    the steps. A command to advance then skips requirements that are not met yet; no command keeps a
-    candidate that a guardrail rejects, or advances while the provider replaces instances.
+    the steps. A command to advance then skips the requirements that are still missing. A candidate
+    that a guardrail rejects is rolled back regardless of commands. No candidate advances while the
+    provider replaces instances.
 
     Args:
         desired: the verified deployment that the registry requests; None if it requests none.
-        observed: the state that the provider reports; None if the endpoint does not exist, does not
-            answer, or lacks one of its deployments.
+        observed: the state that the provider reports; None if the endpoint is unreachable or
+            missing, or if one of its deployments is missing.
         command: the operator's last command that is not carried out yet.
         now: seconds since the epoch.
         draws_epochs: whether the provider can assign users anew in each epoch.

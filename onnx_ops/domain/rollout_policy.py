@@ -136,15 +136,8 @@ class ShadowTrial:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitTest:
-    """A fixed split until a success metric shows a better version or time runs out."""
+    """A fixed split until clients' feedback shows a better version or time runs out."""
 
-    metric: Annotated[
-        str,
-        doc(
-            "`feedback` (results that clients report), or the name of a query of the metrics "
-            "source."
-        ),
-    ] = "feedback"
     split: Annotated[Share, doc("The candidate's share of traffic.")] = 0.5
     duration: Annotated[Seconds, doc("Longest time to wait for a decision.")]
     goal: Annotated[Literal["higher", "lower"], doc("Which success rate is better.")] = "higher"
@@ -298,9 +291,7 @@ class RolloutPolicy:
         if len(self.steps) > 1:
             needs["split"] = ("steps",)
         if self.ab_test:
-            needs |= {"split": ("ab_test",), "sticky": ("ab_test",)}
-            if self.ab_test.metric == "feedback":
-                needs["feedback"] = ("ab_test", "metric")
+            needs |= dict.fromkeys(("split", "sticky", "feedback"), ("ab_test",))
         return needs
 
 

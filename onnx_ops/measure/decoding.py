@@ -21,8 +21,8 @@ def decode_outputs(definition: MetricDefinition, outputs: Tensors, decode: Decod
     """Return the decoded answers as one output, named by the function's reference.
 
     Raises:
-        UserError: the function raises an error, does not return one answer per row, or returns
-            answers that do not fit into one array. An OnnxOpsError of the function is raised
+        UserError: the function raises an error, returns another number of answers than rows, or
+            returns answers of different shapes. An OnnxOpsError of the function is raised
             unchanged.
     """
     rows = len(next(iter(outputs.values())))

@@ -126,7 +126,8 @@ def _count_weights(model: onnx.ModelProto, stored: Mapping[str, onnx.TensorProto
 
     The counts are by the type of the weight's levels. Lookups in a quantized table are included.
     """
-    # The keys are the names of weights, and the values are the types of the weights' levels.
+    # The keys are the names of results that are computed from quantized constants. The values are
+    # the types of the constants' levels.
     types: dict[str, str] = {}
     counts = Counter[str]()
     for node in reversed(list(iterate_nodes(model))):

@@ -521,7 +521,8 @@ def _count_end_steps(levels: Floats, kind: str) -> Floats:
     if kind not in _LIMITS:
         return np.ones((1,) * levels.ndim)
     least, most = _LIMITS[kind]
-    # Symmetric quantizers do not use the smallest level.
+    # Symmetric int8 and int16 quantizers do not use the smallest level, so the next one is an end
+    # too.
     lowest = least + 1 if least < 0 else least
     return np.where((levels <= lowest) | (levels >= most), _END_STEPS, 1.0)
 

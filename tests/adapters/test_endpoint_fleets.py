@@ -202,9 +202,13 @@ def test_fleet_update_reverted_by_alarm_raises_infrastructure_error_and_keeps_se
     with_options(amazon, alarms=["errors"])
     amazon.apply(1, blue=100)
     with_options(amazon, image="registry.example/onnx-ops:bad")
-    amazon.fake.behave(taken_back="alarm errors fired")
-    with pytest.raises(InfrastructureError) as raised:
-        amazon.apply(2, blue=100)
+    amazon.fake.behave(reads=400)
+    with ThreadPoolExecutor(1) as pool:
+        update = pool.submit(amazon.apply, 2, blue=100)
+        until(lambda: amazon.read_status() == "Updating")
+        cloudwatch.set_alarm_state(AlarmName="errors", StateValue="ALARM", StateReason="a test")
+        with pytest.raises(InfrastructureError, match="changed state during it") as raised:
+            update.result()
     assert not isinstance(raised.value, AlarmRollbackError), "that error would reject the release"
     assert amazon.invoke("anna").deployment == "blue"
     assert amazon.observed().is_equivalent(amazon.state(blue=100))

@@ -116,7 +116,8 @@ SOURCES: dict[str, tuple[Callable[[], Any], Callable[[], tuple[Any, Any]]]] = {
         lambda: sk("ensemble.HistGradientBoostingRegressor", max_iter=20, random_state=0),
         holed,
     ),
-    # skl2onnx declares the shape of labels as a row or as a column.
+    # skl2onnx declares the shape of labels as a row or as a column. It names the scaler's value
+    # `variable`, as the export names its output.
     "neighbors": (lambda: scaled(sk("neighbors.KNeighborsRegressor")), DIABETES),
     "one vs one": (
         lambda: sk("multiclass.OneVsOneClassifier", sk("linear_model.LogisticRegression")),
@@ -126,7 +127,7 @@ SOURCES: dict[str, tuple[Callable[[], Any], Callable[[], tuple[Any, Any]]]] = {
         lambda: scaled(sk("discriminant_analysis.QuadraticDiscriminantAnalysis")),
         IRIS,
     ),
-    # skl2onnx names the output `GPmean`; in a pipeline, an inner value can have this name.
+    # skl2onnx names the output `GPmean`.
     "Gaussian process": (
         lambda: sk("gaussian_process.GaussianProcessRegressor", alpha=0.1, optimizer=None),
         DIABETES,

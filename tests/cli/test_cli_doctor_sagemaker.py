@@ -58,8 +58,9 @@ def test_sagemaker_diagnosis_of_complete_account_reports_no_problem(
 def test_sagemaker_diagnosis_with_html_response_reports_failed_check(
     account: FakeSageMaker, kind: str
 ) -> None:
+    push(account)
     account.fault()
-    found()
+    assert [finding for finding in found().values() if not finding.ok] == []
     names = list(dict.fromkeys(account.calls()))
     assert names
     try:

@@ -112,16 +112,15 @@ def test_rollout_policy_without_guardrails_is_not_analyzed(load: Load) -> None:
             "split",
             [
                 (
-                    "ab_test: provider 'local' cannot keep a user on one version; "
+                    "ab_test: provider 'local' cannot collect clients' feedback; "
                     "capabilities here: 'split'"
                 ),
                 (
-                    "ab_test.metric: provider 'local' cannot collect clients' feedback; "
+                    "ab_test: provider 'local' cannot keep a user on one version; "
                     "capabilities here: 'split'"
                 ),
             ],
         ),
-        ("{ab_test: {duration: 1 d, metric: sold}}", "split sticky", []),
         (
             "{steps: [10%, 100%], guardrails: [latency_p50, latency_p95]}",
             "split",

@@ -105,7 +105,9 @@ def test_decision_without_binding_results_is_inconclusive() -> None:
 @pytest.mark.parametrize(
     "weights", [{}, {"a": 99}, {"a": 101}, {"a": 110, "b": -10}, {"a": 50, "b": 51}]
 )
-def test_traffic_split_not_summing_to_100_raises_value_error(weights: dict[str, int]) -> None:
+def test_traffic_split_with_negative_weight_or_sum_other_than_100_raises_value_error(
+    weights: dict[str, int],
+) -> None:
     with pytest.raises(ValueError, match="sum to 100"):
         TrafficSplit(weights=weights)
 

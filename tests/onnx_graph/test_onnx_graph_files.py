@@ -331,7 +331,9 @@ def test_renumber_names_in_branches_keeps_names_distinct() -> None:
     assert made[0] == made[1]
     nodes = made[0].graph.node
     assert nodes[0].output[0] == nodes[1].input[0] != nodes[1].output[0]
-    assert nodes[2].attribute[0].g.node[0].input[0] == nodes[1].output[0]
+    inner = nodes[2].attribute[0].g.node[0]
+    assert inner.input[0] == nodes[1].output[0]
+    assert inner.output[0] not in (nodes[0].output[0], nodes[1].output[0])
 
 
 def test_count_operators_names_version_of_operator_definition() -> None:

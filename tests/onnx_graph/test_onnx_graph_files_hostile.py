@@ -60,7 +60,7 @@ PLACES: dict[str, Callable[[onnx.ModelProto], TensorProto]] = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_read_model_info_with_hidden_external_data_raises_refused_error(
+def test_read_model_info_with_nested_external_data_outside_folder_raises_refused_error(
     place: str, perceptron: Path
 ) -> None:
     model = read_structure(perceptron)

@@ -165,8 +165,10 @@ def test_epoch_with_changed_weights_is_excluded(server: ServerFamily, both: Endp
     asked = 0
     last = CLOCK.now() + 4 * EPOCH_S
     generation = 1
+    changed: set[int] = set()
     while CLOCK.now() < last:
         generation += 1
+        before = int(CLOCK.now() / EPOCH_S)
         weights = {"blue": 50 + generation % 2 * 20, "green": 50 - generation % 2 * 20}
         assert (
             server.publish(
@@ -174,12 +176,16 @@ def test_epoch_with_changed_weights_is_excluded(server: ServerFamily, both: Endp
             ).status
             == 200
         )
+        if int(CLOCK.now() / EPOCH_S) == before:
+            changed.add(before)
         ask(server)
         asked += 1
     assert generation > 5
+    assert changed
     counts = read_closed(server)
     held = Counter(each.epoch for each in counts.epochs)
     assert set(held.values()) <= {1}, "an epoch is of one generation"
+    assert not changed & set(held)
     assert sum(count_requests(counts).values()) < asked
     totals = Counter(
         str(table.generation)

@@ -402,7 +402,12 @@ class TrafficModes(EndpointProvider):
         return self.native.list_orphans(config, needed)
 
     def delete_orphan(self, config: EndpointConfig, orphan: OrphanedResource) -> None:
-        """Delete an orphan; raise ConflictError if the endpoint uses it again."""
+        """Delete an orphan.
+
+        Raises:
+            ConflictError: a resource of SageMaker is used again, or a deployment of Azure has
+                traffic again.
+        """
         self.native.delete_orphan(config, orphan)
 
     def remove(self, config: EndpointConfig) -> None:

@@ -460,7 +460,7 @@ def judge_split_test(
     )
     low, high = ev.bound_odds_ratio(rows, effect)
     guard = GuardrailResult(
-        name=test.metric,
+        name="feedback",
         canary=(canary.successes, canary.feedback),
         stable=(stable.successes, stable.feedback),
         evidence=max(higher, lower),
