@@ -45,7 +45,7 @@ class Budget:
         Fraction,
         doc(
             "Largest loss of the task metric on the tuning rows, in percentage points; for an "
-            "error, its largest increase."
+            "error metric such as rmse, its largest increase relative to its value in fp32."
         ),
     ] = 0.005
     size: Annotated[Bytes | None, doc("Largest size of a model.")] = None

@@ -614,6 +614,29 @@ def test_fetch_with_missing_file_raises_digest_mismatch_error(
         registry.fetch(record, tmp_path)
 
 
+@pytest.mark.parametrize("name", ["model.onnx", "MLmodel", "manifest.json"])
+def test_publish_after_deletion_of_damaged_version_creates_version_with_intact_files(
+    registry: MlflowRegistry, mlflow_home: Path, tmp_path: Path, name: str
+) -> None:
+    model = f"healed-{name.lower()}"
+    damaged = publish(registry, tmp_path, model)
+    _overwrite(mlflow_home / "mlartifacts", registry, damaged, name)
+    client_of(registry).delete_model_version(model, damaged.version)
+    published = publish(registry, tmp_path / "again", model)
+    (fetched := tmp_path / "fetched").mkdir()
+    assert registry.fetch(published, fetched).digest() == damaged.manifest
+
+
+def test_publish_after_deletion_of_intact_version_uses_its_model_again(
+    registry: MlflowRegistry, tmp_path: Path
+) -> None:
+    deleted = publish(registry, tmp_path, "deleted")
+    source = registry._version("deleted", deleted.version).source
+    client_of(registry).delete_model_version("deleted", deleted.version)
+    published = publish(registry, tmp_path / "again", "deleted")
+    assert registry._version("deleted", published.version).source == source
+
+
 def test_fetch_with_path_outside_folder_in_manifest_raises_digest_mismatch_error(
     registry: MlflowRegistry, mlflow_home: Path, tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.services
 @pytest.fixture(scope="module")
 def cloud(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeSageMaker]:
     with fake_sagemaker(tmp_path_factory.mktemp("sagemaker")) as fake:
+        push(fake)
         yield fake
 
 
@@ -45,7 +46,6 @@ def found(**options: Json) -> dict[str, Diagnosis]:
 def test_sagemaker_diagnosis_of_complete_account_reports_no_problem(
     account: FakeSageMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    push(account)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", account.environment["AWS_ACCESS_KEY_ID"])
     findings = found()
     assert account.denied() == []
@@ -58,7 +58,6 @@ def test_sagemaker_diagnosis_of_complete_account_reports_no_problem(
 def test_sagemaker_diagnosis_with_html_response_reports_failed_check(
     account: FakeSageMaker, kind: str
 ) -> None:
-    push(account)
     account.fault()
     assert [finding for finding in found().values() if not finding.ok] == []
     names = list(dict.fromkeys(account.calls()))
@@ -103,7 +102,10 @@ def test_sagemaker_diagnosis_of_image_checks_registry_existence_and_pull_permiss
     )
     client(account, "ecr").create_repository(repositoryName="empty")
     empty = found(image=image.replace("onnx-ops:1", "empty:7"))["image"]
-    assert (empty.found, empty.remedy[:11]) == ("empty has no 7", "docker push")
+    assert empty.found == "empty has no 7"
+    assert empty.remedy == f"Run `docker push {image.replace('onnx-ops:1', 'empty:7')}`."
+    by_digest = found(image=image.replace("onnx-ops:1", f"empty@sha256:{'a' * 64}"))["image"]
+    assert f"`docker push {image.replace('onnx-ops:1', 'empty')}:TAG`" in by_digest.remedy
     far = found(image=image.replace("us-east-1", "eu-west-1"))["image"]
     assert not far.ok
     golden("reasons", far.found)

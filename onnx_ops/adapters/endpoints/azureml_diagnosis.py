@@ -208,7 +208,11 @@ def _check_quota(options: AzureOptions, location: str) -> Finding:
     }
     size = sizes.get(options.instance_type.lower())
     if size is None:
-        remedy = f"Choose a size that `az ml compute list-sizes --location {location}` lists."
+        remedy = (
+            f"Choose a size that `az ml compute list-sizes --location {location} "
+            f"--workspace-name {options.place.workspace} "
+            f"--resource-group {options.place.resource_group}` lists."
+        )
         return False, f"{location} does not have this size", remedy
     usages = {
         usage["name"]["value"].lower(): usage

@@ -165,6 +165,8 @@ def _check_image(connect: Clients, image: str) -> Finding:
         return False, f"the image is in {match['region']}, not in {region}", remedy
     tag, repository = match["tag"] or "latest", match["repository"]
     ids = [{"imageDigest": match["digest"]} if match["digest"] else {"imageTag": tag}]
+    # Docker refuses to push a digest.
+    pushed = f"{image.partition('@')[0]}:TAG" if match["digest"] else image
     answer, code = _ask(
         lambda: ecr.describe_images(
             registryId=match["account"], repositoryName=repository, imageIds=ids
@@ -175,11 +177,12 @@ def _check_image(connect: Clients, image: str) -> Finding:
     if code == "RepositoryNotFoundException":
         remedy = (
             f"Run `aws ecr create-repository --repository-name {repository}`, "
-            f"then `docker push {image}`."
+            f"then `docker push {pushed}`."
         )
         return False, f"ECR has no repository {repository}", remedy
     if code:
-        return False, f"{repository} has no {match['digest'] or tag}", f"docker push {image}"
+        remedy = f"Run `docker push {pushed}`."
+        return False, f"{repository} has no {match['digest'] or tag}", remedy
     return (True, image, "") if answer["imageDetails"] else (False, f"{image} is not described", "")
 
 

@@ -37,7 +37,7 @@ UNSUPPORTED_VARIANT_FIELDS: Mapping[str, str] = {
     "CoreDumpConfig": "a core dump contains requests",
     "EnableSSMAccess": "a shell in the container could change the verified model",
     "InstancePools": "a benchmark is valid for one instance type only",
-    "ManagedInstanceScaling": "it scales inference components; use `max_instances`",
+    "ManagedInstanceScaling": "it is for inference components; use `max_instances`",
     "VariantInstanceProvisionTimeoutInSeconds": "it belongs to `InstancePools`",
 }
 """Reason for each field of a variant that no option supports."""

@@ -18,8 +18,8 @@ from urllib.parse import quote, urlsplit
 
 from onnx_ops import codec
 from onnx_ops.adapters.registries import mlflow_folder
+from onnx_ops.adapters.registries.mlflow_artifacts import REGISTER_AGAIN, ArtifactDownload
 from onnx_ops.adapters.registries.mlflow_connection import (
-    ArtifactDownload,
     MlflowConnection,
     read_pages,
     suppress_codes,
@@ -35,7 +35,7 @@ from onnx_ops.adapters.registries.mlflow_tags import (
     VARIANT,
     read_record,
 )
-from onnx_ops.domain.artifact import Digest, Manifest, digest_file
+from onnx_ops.domain.artifact import Digest, Manifest
 from onnx_ops.domain.ledger import (
     ActionOutcome,
     AliasesWritten,
@@ -62,7 +62,6 @@ from onnx_ops.domain.ledger import (
 )
 from onnx_ops.domain.release import ListedVersion, Publication, VersionRecord
 from onnx_ops.errors import (
-    DigestMismatchError,
     NotFoundError,
     OnnxOpsError,
     RefusedError,
@@ -325,23 +324,13 @@ class MlflowRegistry:
             raise NotFoundError(
                 "the files of this version were not registered by onnx-ops",
                 where=where,
-                remedy="Register the release again with `onnx-ops run FILE`.",
+                remedy=f"{REGISTER_AGAIN}.",
             )
-        with self._mlflow.session(where) as client, Scratch() as aside:
+        with self._mlflow.session(where) as client:
             logged = client.get_logged_model(source[1])
             download = ArtifactDownload(self._mlflow, logged.artifact_location, where)
-            mlmodel = download.file(mlflow_folder.MLMODEL, aside)
-            download.verify(mlmodel, Digest(logged.tags.get(MLMODEL_DIGEST, "")))
-            manifest = download.file(mlflow_folder.MANIFEST, aside)
-            download.verify(manifest, record.manifest)
-            names = codec.loads(manifest.read_bytes(), dict[str, str], where=where)
-            if unsafe := sorted(name for name in names if not mlflow_folder.is_safe_name(name)):
-                raise DigestMismatchError(
-                    f"{unsafe[0]!r} is not a valid name of a model's file", where=where
-                )
-            return Manifest(
-                files={name: digest_file(download.file(name, folder)) for name in names}
-            )
+            mlmodel = Digest(logged.tags.get(MLMODEL_DIGEST, ""))
+            return download.fetch_model(mlmodel, record.manifest, folder)
 
     def document(self, record: VersionRecord, name: str) -> bytes:
         """Return the evidence document with this path.
@@ -365,7 +354,7 @@ class MlflowRegistry:
         raise NotFoundError(
             f"there is no document {name!r}",
             where=where,
-            remedy="Register the release again with `onnx-ops run FILE`.",
+            remedy=f"{REGISTER_AGAIN}.",
         )
 
     def mirror(self, entry: LedgerEntry, model: str) -> None:

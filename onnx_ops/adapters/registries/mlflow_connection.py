@@ -1,4 +1,4 @@
-"""Sessions with MLflow that fail fast if it does not answer, and downloads.
+"""Sessions with MLflow that fail fast if it does not answer.
 
 Importing MLflow takes seconds, so it is imported at the first call.
 """
@@ -19,9 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from onnx_ops.domain.artifact import Digest, digest_file
 from onnx_ops.errors import (
-    DigestMismatchError,
     NotFoundError,
     OnnxOpsError,
     RefusedError,
@@ -40,32 +38,6 @@ _PROBE_S = 5
 """Time limit in seconds of a request that checks whether the server answers."""
 
 _MODEL_URI = re.compile(r"models:/(?P<name>[^/@]+)(?:/(?P<version>\d+)|@(?P<alias>[^/@]+))")
-_ARTIFACT_REMEDY = (
-    "Check who can change artifacts in MLflow, and register the release again with "
-    "`onnx-ops run FILE`."
-)
-
-_ARTIFACT_SCHEMES = frozenset(
-    (
-        "",
-        "file",
-        "s3",
-        "r2",
-        "gs",
-        "wasb",
-        "wasbs",
-        "abfs",
-        "abfss",
-        "azureml",
-        "hdfs",
-        "mlflow-artifacts",
-    )
-)
-"""Schemes of artifact locations from which onnx-ops downloads.
-
-Other schemes, such as `http`, could make onnx-ops send requests to any host.
-"""
-
 _ENVIRONMENT: Mapping[str, str] = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
@@ -311,89 +283,6 @@ def suppress_codes(*codes: str) -> Iterator[None]:
             raise
 
 
-class ArtifactDownload:
-    """Files of one LoggedModel or run; other clients can change them.
-
-    Requests raise ServiceUnavailableError if the storage does not answer. Other errors are
-    converted by `MlflowConnection.session`, which must be active.
-    """
-
-    def __init__(self, connection: MlflowConnection, location: str, where: str) -> None:
-        """Prepare downloads from a location.
-
-        Raises:
-            RefusedError: onnx-ops does not download from locations with this scheme.
-            ServiceUnavailableError: the client of the storage cannot be created.
-        """
-        if _get_scheme(location) not in _ARTIFACT_SCHEMES:
-            raise RefusedError(
-                "onnx-ops does not fetch files from the artifact location of this version",
-                where=where,
-                why=f"the location is {quoted(location)}",
-                remedy="Register the release again with `onnx-ops run FILE`, "
-                "or move the alias to another version.",
-            )
-        from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
-
-        self._where = where
-        with _storage_errors(self._where):
-            self._files = get_artifact_repository(location, tracking_uri=connection.uri)
-
-    def has(self, name: str) -> bool:
-        """Return whether a file with that name exists."""
-        parent = name.rpartition("/")[0]
-        with _storage_errors(self._where):
-            return any(
-                info.path == name and not info.is_dir
-                for info in self._files.list_artifacts(parent or None)
-            )
-
-    def file(self, name: str, folder: Path) -> Path:
-        """Download one file into `folder`; raise DigestMismatchError if it is missing."""
-        if not self.has(name):
-            what = f"{name} is missing from the artifacts"
-            raise DigestMismatchError(what, where=self._where, remedy=_ARTIFACT_REMEDY)
-        with _storage_errors(self._where):
-            self._files.download_artifacts(name, str(folder))  # type: ignore[no-untyped-call]
-        return folder / name
-
-    def verify(self, path: Path, digest: Digest) -> None:
-        """Raise DigestMismatchError if a downloaded file differs from the registered file."""
-        if digest_file(path) != digest:
-            what = f"{path.name} differs from the registered file"
-            raise DigestMismatchError(what, where=self._where, remedy=_ARTIFACT_REMEDY)
-
-
-@contextmanager
-def _storage_errors(where: str) -> Iterator[None]:
-    """Convert errors that `MlflowConnection.session` does not convert.
-
-    The client of the storage can raise errors of any type, which MLflow passes on.
-    """
-    from mlflow.exceptions import MlflowException
-
-    try:
-        yield
-    except (MlflowException, OSError, ModuleNotFoundError):
-        raise
-    except Exception as error:
-        raise ServiceUnavailableError(
-            "the files of this version cannot be read now",
-            where=where,
-            why=quoted(f"{type(error).__name__}: {error}"),
-            remedy="Check that this machine can reach the artifact storage of MLflow, "
-            "and has credentials for it.",
-        ) from error
-
-
-def _get_scheme(location: str) -> str:
-    return (
-        location.partition(":")[0].lower()
-        if re.match(r"[A-Za-z][A-Za-z0-9+.-]*:", location)
-        else ""
-    )
-
-
 class MlflowModels:
     """Read-only access to MLflow's models by URI.
 
@@ -419,7 +308,7 @@ class MlflowModels:
             from mlflow.artifacts import download_artifacts
 
             source = f"models:/{name}/{version}"
-            with _storage_errors(uri):
+            with storage_errors(uri):
                 download_artifacts(
                     artifact_uri=source, dst_path=str(folder), tracking_uri=self._mlflow.uri
                 )
@@ -435,3 +324,25 @@ class MlflowModels:
             else:
                 entry = client.get_model_version(match["name"], match["version"])
         return str(entry.name), str(entry.version), str(entry.source)
+
+
+@contextmanager
+def storage_errors(where: str) -> Iterator[None]:
+    """Convert errors that `MlflowConnection.session` does not convert.
+
+    The client of the storage can raise errors of any type, which MLflow passes on.
+    """
+    from mlflow.exceptions import MlflowException
+
+    try:
+        yield
+    except (MlflowException, OSError, ModuleNotFoundError):
+        raise
+    except Exception as error:
+        raise ServiceUnavailableError(
+            "the files of this version cannot be read now",
+            where=where,
+            why=quoted(f"{type(error).__name__}: {error}"),
+            remedy="Check that this machine can reach the artifact storage of MLflow, "
+            "and has credentials for it.",
+        ) from error

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from onnx_ops.adapters.registries import mlflow_folder
+from onnx_ops.adapters.registries.mlflow_artifacts import ArtifactDownload
 from onnx_ops.adapters.registries.mlflow_connection import (
     MlflowConnection,
     read_pages,
@@ -32,8 +33,9 @@ from onnx_ops.adapters.registries.mlflow_tags import (
     build_decision_tags,
 )
 from onnx_ops.adapters.retry import retry
-from onnx_ops.domain.artifact import hex_digits, short_digest
+from onnx_ops.domain.artifact import Digest, hex_digits, short_digest
 from onnx_ops.domain.release import Publication, VariantRecord, flatten_origins
+from onnx_ops.errors import DigestMismatchError, RefusedError
 from onnx_ops.scratch import Scratch
 
 if TYPE_CHECKING:
@@ -150,14 +152,16 @@ class ReleasePublisher:
         return versions[0] if versions else None
 
     def _create(self, record: VariantRecord, parent_id: str) -> str:
-        # An attempt that was killed before it created the version can leave a complete model.
+        # An attempt that was killed before it created the version can leave a complete model. A
+        # deleted version also leaves its model, whose files may be damaged.
         models = self._models(
             f"tags.{VARIANT} = '{record.variant}' and tags.`{DIGEST}` = "
             f"'{record.manifest.digest()}'"
         )
         ready = (model for model in models if str(model.status) == "READY")
         whole = next(
-            (model for model in ready if MLMODEL_DIGEST in model.tags and model.source_run_id), None
+            (model for model in ready if model.source_run_id and self._is_intact(model, record)),
+            None,
         )
         model = whole or self._log_model(record, parent_id)
         run_id = str(model.source_run_id)
@@ -179,6 +183,22 @@ class ReleasePublisher:
                 description=self._description(record, run_id),
             )
         return str((self._find_version(record) or created).version)
+
+    def _is_intact(self, model: LoggedModel, record: VariantRecord) -> bool:
+        """Return whether a logged model still has all files of a variant, with their content."""
+        if MLMODEL_DIGEST not in model.tags:
+            return False
+        with Scratch() as folder:
+            try:
+                download = ArtifactDownload(
+                    self._connection, model.artifact_location, record.variant
+                )
+                found = download.fetch_model(
+                    Digest(model.tags[MLMODEL_DIGEST]), record.manifest.digest(), folder
+                )
+            except (DigestMismatchError, RefusedError):
+                return False
+        return found == record.manifest
 
     def _log_model(self, record: VariantRecord, parent_id: str) -> LoggedModel:
         from mlflow.entities import LoggedModelOutput
