@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -254,7 +254,7 @@ def judge(
         return
     regression, drop = _share(max_regression, "--max-regression"), _share(max_drop, "--max-drop")
     _check_metric(metric, lower_is_better=lower_is_better)
-    _check_rows(data, labels, metric, slices, retrained=retrained and only != "latency")
+    _check_rows(data, labels, metric, slices, dims, retrained=retrained and only != "latency")
     project = open_project()
     chosen = [
         project.targets.load(name, where="--target")
@@ -273,7 +273,7 @@ def judge(
         gate, functions = _build_gate(metric, dataset, drop or 0.0, lower_is_better=lower_is_better)
         _check_slices(slices, dataset, gate)
         settings = _list_options(
-            a, inputs, supplied, sweep, batches, rows=rows, seed=seed, fix=values
+            a, inputs, supplied, sweep, batches, fixed=fixed, rows=rows, seed=seed, fix=values
         )
         request = JudgeRequest(
             baseline=a,
@@ -525,14 +525,21 @@ def _check_rows(
     labels: str | None,
     metric: str | None,
     slices: str | None,
+    dims: list[str] | None,
     *,
     retrained: bool,
 ) -> None:
-    """Raise UserError if options need rows or labels that are missing."""
+    """Raise UserError if options need rows or labels that are missing, or exclude rows."""
     options = {"--metric": metric, "--slices": slices, "--labels": labels}
     given = [option for option, value in options.items() if value]
     if data is None and given:
         raise UserError("this option needs rows", where=given[0], remedy="Give --data FILE.")
+    if data is not None and dims:
+        raise UserError(
+            "--dim applies to generated rows, and --data supplies rows",
+            where="--dim",
+            remedy="Leave out one of them.",
+        )
     if retrained and labels is None:
         raise UserError(
             "the metric of a model that was trained again needs labels",
@@ -599,27 +606,30 @@ def _list_options(
     sweep: Mapping[str, Sequence[int]],
     batches: Sequence[int],
     *,
+    fixed: Collection[str],
     rows: int,
     seed: int,
     fix: Mapping[str, Any],
 ) -> list[SweepPoint]:
     """Return every combination of dimensions and batch size.
 
-    If the models have a fixed batch size, only this size is used.
+    If the models have a fixed batch size, only this size is used. `fixed` names the dimensions that
+    the candidate fixes. They are not free in `inputs`, unless another input has the same dimension.
     """
     from onnx_ops.onnx_graph.input_bounds import read_input_bounds
     from onnx_ops.tools.generated_rows import generate_samples
     from onnx_ops.tools.judgement import SweepPoint
+    from onnx_ops.tools.model_inputs import list_free_names
 
-    if supplied is not None and sweep:
-        raise UserError("--dim applies to generated rows, and --data supplies rows", where="--dim")
+    settled = set(fixed) - set(list_free_names(inputs))
     bounds = read_input_bounds(baseline) if supplied is None else {}
     settings: list[SweepPoint] = []
     shapes = list(itertools.product(*sweep.values()))
     for sizes in shapes:
         dims = dict(zip(sweep, sizes, strict=True))
+        free = {name: size for name, size in dims.items() if name not in settled}
         samples: SampleRows = (
-            generate_samples(inputs, count=rows, dims=dims, seed=seed, bounds=bounds, fix=fix)
+            generate_samples(inputs, count=rows, dims=free, seed=seed, bounds=bounds, fix=fix)
             if supplied is None
             else supplied.head(max(rows, *batches))
         )

@@ -21,7 +21,7 @@ from onnx_ops.onnx_graph.compatibility import check_model
 from onnx_ops.onnx_graph.input_bounds import InputBounds
 from onnx_ops.ports import Runtime, Tensors
 from onnx_ops.statistics.probes import MIN_NOISE_ROWS
-from onnx_ops.tools.model_inputs import check_fixed_names, find_batch
+from onnx_ops.tools.model_inputs import check_fixed_names, find_batch, list_free_names
 from onnx_ops.tools.sample_rows import SET_BYTES, SampleRows
 
 LENGTH = 8
@@ -222,9 +222,7 @@ def _refuse_encoded_inputs(bounds: Mapping[str, InputBounds]) -> None:
 
 def _check_dimension_names(inputs: Sequence[TensorSpec], dims: Mapping[str, int]) -> None:
     """Raise UserError if a size is given for a dimension that does not exist."""
-    named = sorted(
-        {symbol for symbol, _, _ in list_named_axes({spec.name: spec.shape for spec in inputs})}
-    )
+    named = list_free_names(inputs)
     if unknown := sorted(set(dims) - set(named)):
         remedy = f"Named dimensions: {', '.join(named) or 'none'}."
         raise UserError(f"no dimension is called {unknown[0]!r}", where="--dim", remedy=remedy)

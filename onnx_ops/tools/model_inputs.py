@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops.domain.artifact import TensorSpec
-from onnx_ops.domain.row_axes import is_free
+from onnx_ops.domain.row_axes import is_free, list_named_axes
 from onnx_ops.errors import UserError, suggest
 from onnx_ops.onnx_graph.model_info import read_model_info
 
@@ -37,15 +37,19 @@ def shared_inputs(a: Path, b: Path | None = None) -> tuple[TensorSpec, ...]:
 
 
 def find_fixed_sizes(a: Path, b: Path) -> dict[str, int]:
-    """Return the sizes that B fixes for dimensions that A leaves free."""
-    second = {spec.name: spec for spec in read_model_info(b).inputs}
+    """Return the sizes that B fixes for dimensions that A leaves free, by `list_named_axes`."""
+    shapes = {spec.name: spec.shape for spec in read_model_info(a).inputs}
+    others = {spec.name: spec.shape for spec in read_model_info(b).inputs}
     return {
-        str(size): int(other)
-        for spec in read_model_info(a).inputs
-        if spec.name in second and len(spec.shape) == len(second[spec.name].shape)
-        for size, other in zip(spec.shape, second[spec.name].shape, strict=True)
-        if is_free(size) and not is_free(other)
+        symbol: int(others[name][axis])
+        for symbol, name, axis in list_named_axes(shapes)
+        if len(others.get(name, ())) == len(shapes[name]) and not is_free(others[name][axis])
     }
+
+
+def list_free_names(inputs: Sequence[TensorSpec]) -> list[str]:
+    """Return the names of the inputs' free dimensions, sorted."""
+    return sorted({name for name, _, _ in list_named_axes({s.name: s.shape for s in inputs})})
 
 
 def check_fixed_names(inputs: Sequence[TensorSpec], fix: Mapping[str, Any]) -> None:

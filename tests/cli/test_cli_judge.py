@@ -317,3 +317,29 @@ def test_judge_of_model_refusing_generated_rows_suggests_fix_option(folder: Path
     ).document()
     assert (found["verdict"], found["exit_code"]) == ("error", 4)
     assert "--fix parts=VALUE" in found["targets"][0]["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("free", "fixed", "options"),
+    [
+        ("n, length", "n, 6", "--dim length=6"),
+        ("n, length", "4, 6", "--dim n=4 --dim length=6"),
+        ("n, ?", "n, 6", "--dim x[1]=6"),
+    ],
+)
+def test_judge_of_candidate_with_fixed_sizes_passes_only_with_dim_options(
+    tmp_path: Path, free: str, fixed: str, options: str
+) -> None:
+    for name, shape in (("free", free), ("fixed", fixed)):
+        text = f"(float[{shape}] x) => (float[{shape}] y) {{ y = Relu(x) }}"
+        write_graph(tmp_path / f"{name}.onnx", text)
+    arguments = ("free.onnx", "fixed.onnx", "--only", "parity", "--json", "--quiet")
+    refused = command(tmp_path, *arguments)
+    assert refused.code == 1
+    assert "set --dim NAME=SIZE" in refused.stdout
+    assert command(tmp_path, *arguments, *options.split()).code == 0
+    other = command(tmp_path, *arguments, *options.replace("6", "7").split())
+    assert (other.code, other.document()["remedy"]) == (
+        2,
+        f"Set --dim {options.split('--dim ')[-1]}.",
+    )
