@@ -160,6 +160,8 @@ def find_adoption(
 ) -> Adoption:
     """Return the state of a ledger before its damage, or after an earlier entry.
 
+    If the damaged entries are before a valid snapshot, the present state is returned.
+
     Args:
         last: sequence of the last entry that stays in effect; by default, the last readable entry.
         signed: whether signatures are required. False is safe only if the storage is trusted.
@@ -168,14 +170,19 @@ def find_adoption(
         NotFoundError: there is no such ledger.
         UserError: entry `last` does not exist, or is after the damage.
     """
-    count, damage = context.ledger.count(endpoint), ""
+    count, damage, state = context.ledger.count(endpoint), "", None
     if not count:
         known = ", ".join(list_ledgers(context)) or "none"
         raise NotFoundError("there is no such ledger", where=endpoint, remedy=f"Ledgers: {known}.")
     try:
-        context.ledger.state(endpoint)
+        state = context.ledger.state(endpoint)
+        context.ledger.read(endpoint)  # The state can follow from a snapshot of later entries.
     except CorruptStateError as error:
         damage = str(error)
+    if state is not None and last is None:
+        return Adoption(
+            state=state, count=max(count, _observe_generation(context, state)), damage=damage
+        )
     entries = context.ledger.read_intact(endpoint, signed=signed)
     wanted = tuple(entry for entry in entries if last is None or entry.sequence <= last)
     state = fold(endpoint, wanted)

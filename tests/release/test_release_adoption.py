@@ -292,6 +292,23 @@ def test_adopt_damaged_ledger_continues_rollback_from_last_intact_state(site: Si
     assert sequences == [*range(1, last + 2), *range(adoption.count + 1, site.count + 1)]
 
 
+def test_adopt_with_damage_before_snapshot_keeps_present_state_and_makes_ledger_readable(
+    site: Site,
+) -> None:
+    before, snapshot = site.read(MAIN), site.objects.data[f"{ENDPOINT}/snapshot.json"]
+    site.damage(1)
+    site.objects.data[f"{ENDPOINT}/snapshot.json"] = snapshot
+    operator = site.open(MAIN, MAIN)
+    with pytest.raises(CorruptStateError, match="not JSON"):
+        operator.ledger.read(ENDPOINT)
+    adoption = find_adoption(operator, ENDPOINT)
+    assert (adoption.state, adoption.count) == (before, before.head)
+    assert "not JSON" in adoption.damage
+    adopt(operator, adoption)
+    assert site.read(MAIN).roles == before.roles
+    assert site.open(None, MAIN).ledger.read(ENDPOINT)[-1].sequence == before.head + 1
+
+
 def test_find_adoption_with_last_after_missing_entry_raises_user_error(site: Site) -> None:
     count = site.count
     del site.objects.data[f"{ENDPOINT}/{count - 2:08d}.jsonl"]
