@@ -362,8 +362,8 @@ class TrustedKeys:
             raise InvalidSignatureError(
                 f"the signature by key {short_digest(key)} is not valid",
                 why="the record or the signature was changed, or another key signed the record",
-                remedy="Judge the release again with `onnx-ops run`, and check who can change "
-                "the record.",
+                remedy="Find out who can change the record, then sign it again: "
+                "`onnx-ops run FILE --no-cache gate`.",
             ) from error
 
     def _load(self) -> dict[Digest, EllipticCurvePublicKey]:

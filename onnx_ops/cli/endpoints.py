@@ -97,7 +97,12 @@ def status(
     if orphans:
         with working("status", "asking the providers", quiet=as_json):
             survey = find_orphans(context, names)
-        hint = "`onnx-ops prune MODEL --yes` removes them." if survey.orphans else ""
+        hint = (
+            "`onnx-ops prune MODEL` shows what it would remove: these, and old versions and stored "
+            "objects. With --yes, it removes all of them."
+            if survey.orphans
+            else ""
+        )
         print_result(
             lambda: codec.to_json(survey), lambda: _orphan_report(survey, hint), as_json=as_json
         )

@@ -435,19 +435,19 @@ def _check_folders(
     """Raise UserError for unusable options that name files, or an unusable --no-cache.
 
     The folder of --hand-over must be new. With --take-over, stages before the gates are not
-    executed, so --no-cache has no meaning.
+    executed, so --no-cache has no meaning for them.
     """
-    from onnx_ops.app.hand_over import require_new_folder
+    from onnx_ops.app.hand_over import EVALUATION, require_new_folder
 
     if html is not None:
         require_folder("--html", html)
     if hand_over is not None:
         require_new_folder(hand_over)
-    if take_over is not None and no_cache:
+    if take_over is not None and set(no_cache) & set(EVALUATION):
         raise UserError(
             "--take-over executes no stage before the gates",
             where="--no-cache",
-            remedy="Leave out --no-cache, or repeat the run with --hand-over.",
+            remedy="Name only later stages, such as gate, or repeat the run with --hand-over.",
         )
 
 

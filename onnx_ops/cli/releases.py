@@ -252,13 +252,14 @@ def reconcile(
 
 
 def _require_registry(context: Context, names: Sequence[str]) -> None:
-    """Open the registry, unless a rollback of an endpoint is pending.
+    """Open the registry, unless a rollback or deletion of an endpoint is pending.
 
-    A pending rollback does not need the registry.
+    These do not need the registry.
     """
     from onnx_ops.release.journal import read_readable_state
 
-    if not any(read_readable_state(context, name).pending_rollback for name in names):
+    states = [read_readable_state(context, name) for name in names]
+    if not any(state.pending_rollback or state.deleting for state in states):
         context.registry()
 
 

@@ -151,7 +151,8 @@ def _require_counting(context: Context, state: ReleaseState) -> None:
             where=f"ledger {state.endpoint}",
             why=f"accepted keys: {', '.join(map(short_digest, sorted(state.keys)))}",
             remedy="Admit the key of this machine on a machine with an accepted key: "
-            "`onnx-ops keys admit FILE`.",
+            "`onnx-ops keys admit FILE`. If there is no such machine: "
+            f"`onnx-ops keys retire KEY --keep {state.endpoint}={state.head}`.",
         )
 
 

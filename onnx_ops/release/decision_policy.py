@@ -57,7 +57,8 @@ def require_passing_decision(
             if record.decisions
             else "",
             remedy="Run its pipeline with this target in `benchmark.targets`, "
-            "on a machine that signs decisions.",
+            "on a machine that signs decisions. If the target was judged before, write the "
+            "decision again: `onnx-ops run FILE --no-cache register`.",
         )
     about = verify_envelope(own.envelope, DecisionRecord, verifier, where=where)
     if not is_about(about, record, target):
@@ -66,7 +67,7 @@ def require_passing_decision(
             where=where,
             why=f"it names {about.model}, {about.variant}, {short_digest(about.manifest)}, "
             f"{about.target}",
-            remedy="Run the pipeline again.",
+            remedy="Write the decision again: `onnx-ops run FILE --no-cache register`.",
         )
     own = Attested(record=about, envelope=own.envelope)
     valid = [own, *(other for other in others if is_valid_for(other, record, target, verifier))]
@@ -80,7 +81,10 @@ def require_passing_decision(
             f"the verdict on {target} is {decided.verdict.name}",
             where=where,
             why=worst,
-            remedy=f"See `onnx-ops explain {where} --target {target}`.",
+            remedy=f"See `onnx-ops explain {where} --target {target}`."
+            if signed is own
+            else "A version with the same files was judged later. Judge this version again: "
+            "`onnx-ops run FILE --no-cache gate`.",
         )
     return signed
 

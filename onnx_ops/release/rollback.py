@@ -9,7 +9,7 @@ withdraws the request.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -442,7 +442,7 @@ def _carry_out(journal: Journal, result: RollbackResult) -> RollbackResult:
                     )
                 time.sleep(_POLL_INTERVAL_S)
                 journal.state = journal.context.ledger.state(result.endpoint)
-            _require_here(journal)
+            _require_here(journal, result)
             carry_out_pending(journal)
         except LedgerConflictError:
             journal.state = journal.context.ledger.state(result.endpoint)
@@ -450,29 +450,33 @@ def _carry_out(journal: Journal, result: RollbackResult) -> RollbackResult:
 
     try:
         retry_on_conflict(attempt)
+    except StillPendingError:
+        raise
     except OnnxOpsError as error:
         raise _still_pending(result, str(error)) from error
     return replace(result, pending_aliases=tuple(sorted(journal.state.pending_aliases)))
 
 
-def _require_here(journal: Journal) -> None:
-    """Raise ServiceUnavailableError if a rollback here would not reach the clients."""
+def _require_here(journal: Journal, result: RollbackResult) -> None:
+    """Raise StillPendingError if a rollback here would not reach the clients."""
     config = journal.config
     if why := journal.context.provider(config.provider).explain_elsewhere(config):
-        remedy = (
-            "Run `onnx-ops reconcile` as the user and with the state folder of the server; this "
-            "completes the rollback."
+        retry = (
+            f"Run `onnx-ops reconcile {config.endpoint}` as the user and with the state folder of "
+            "the server. With this state folder, the command would start another server. "
         )
-        raise ServiceUnavailableError(why, where=config.endpoint, remedy=remedy)
+        raise _still_pending(result, why, retry)
 
 
-def _still_pending(result: RollbackResult, why: str) -> StillPendingError:
+_RETRY = "`onnx-ops reconcile`, also with `--watch`, retries the rollback. "
+
+
+def _still_pending(result: RollbackResult, why: str, retry: str = _RETRY) -> StillPendingError:
     return StillPendingError(
         f"accepted, still pending: all traffic to {result.moved_to}",
         where=result.endpoint,
         why=why,
-        remedy="`onnx-ops reconcile`, also with `--watch`, retries the rollback. "
-        f"Until it succeeds, {result.moved_from} is rejected. "
+        remedy=f"{retry}Until the rollback succeeds, {result.moved_from} is rejected. "
         "Withdraw the rollback with "
         f'`onnx-ops rollback --withdraw {result.endpoint} --reason "…"`.',
     )
@@ -580,10 +584,7 @@ def _find_goal(state: ReleaseState, roles: Roles, to: str | None, force: bool) -
     if to is not None:
         version = to.removeprefix("v")
         if version not in state.known:
-            known = (
-                ", ".join(f"v{v}" for v in sorted(state.known, key=lambda v: (len(v), v))) or "none"
-            )
-            remedy = f"Versions that served: {known}."
+            remedy = f"Versions that served: {_list_versions(state.known)}."
             raise NotFoundError(
                 f"v{version} never served at this endpoint", where=state.endpoint, remedy=remedy
             )
@@ -594,9 +595,23 @@ def _find_goal(state: ReleaseState, roles: Roles, to: str | None, force: bool) -
         raise NotFoundError(
             "there is no previous version to roll back to",
             where=state.endpoint,
-            remedy=f"Name a version of `onnx-ops history {state.endpoint}` with --to.",
+            remedy=_suggest_version(state),
         )
     return goal
+
+
+def _suggest_version(state: ReleaseState) -> str:
+    """Return a remedy that names the versions that served before."""
+    stable = state.roles.stable
+    others = [version for version in state.known if stable is None or version != stable.version]
+    if not others:
+        return "No other version has served here: promote one with `onnx-ops promote`."
+    return f"Name one of these versions with --to: {_list_versions(others)}."
+
+
+def _list_versions(versions: Iterable[str]) -> str:
+    ordered = sorted(versions, key=lambda version: (len(version), version))
+    return ", ".join(f"v{version}" for version in ordered) or "none"
 
 
 def _format_name(deployment: Deployment | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ from onnx_ops.cli.main import build_app
 from onnx_ops.errors import ServiceUnavailableError, UserError
 from onnx_ops.release.reconcile import StepReport
 from tests.release.release_scenes import begun
+from tests.support.command import run_command
 
 QUIET = StepReport(endpoint="digits", did="", why="nothing to do", stable=True)
 REFUSED = StepReport(endpoint="digits", did="refused", why="it failed", stable=True, refused=True)
@@ -42,6 +44,18 @@ def test_exit_after_steps_with_errors_exits_with_highest_code_of_errors() -> Non
     with pytest.raises(typer.Exit) as ended:
         exit_after_steps({"digits": [REFUSED]}, errors)
     assert ended.value.exit_code == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"), [("train", "executes no stage before the gates"), ("gate", "no such file")]
+)
+def test_run_with_take_over_refuses_no_cache_only_for_stages_before_gates(
+    tmp_path: Path, kind: str, message: str
+) -> None:
+    arguments = ("x.yaml", "--take-over", "folder", "--no-cache", kind)
+    done = run_command("run", *arguments, cwd=tmp_path)
+    assert done.code == 2
+    assert message in done.stderr
 
 
 def test_rollout_status_watch_of_aborted_rollout_exits_with_1(

@@ -339,7 +339,5 @@ def test_judge_of_candidate_with_fixed_sizes_passes_only_with_dim_options(
     assert "set --dim NAME=SIZE" in refused.stdout
     assert command(tmp_path, *arguments, *options.split()).code == 0
     other = command(tmp_path, *arguments, *options.replace("6", "7").split())
-    assert (other.code, other.document()["remedy"]) == (
-        2,
-        f"Set --dim {options.split('--dim ')[-1]}.",
-    )
+    last = options.rsplit(maxsplit=1)[-1]
+    assert (other.code, other.document()["remedy"]) == (2, f"Set --dim {last}.")

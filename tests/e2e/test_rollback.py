@@ -91,6 +91,7 @@ def test_rollback_from_other_state_folder_stays_pending_until_reconciled(twice: 
     error = twice.document("rollback", "digits", "--reason", "from afar", code=4, environ=shared)
     assert "accepted, still pending" in json.dumps(error)
     assert "never started from this state folder" in json.dumps(error)
+    assert "would start another server" in error["remedy"]
     assert not (other / "endpoints" / "digits").exists(), "a second server was started"
     assert twice.status()["traffic"] == {old: 0, new: 100}
     assert twice.command("reconcile", "digits").code == 0

@@ -183,8 +183,17 @@ def test_roll_back_to_unloaded_previous_version_succeeds(scene: Scene) -> None:
 
 
 def test_roll_back_without_previous_version_raises_not_found_error() -> None:
-    with pytest.raises(NotFoundError, match="no previous version"):
+    with pytest.raises(NotFoundError, match="no previous version") as caught:
         serving("a").roll_back()
+    assert "onnx-ops promote" in caught.value.remedy
+
+
+def test_roll_back_after_rollback_to_first_version_names_other_versions(trial: Scene) -> None:
+    trial.roll_back(to="1")
+    trial.reconcile()
+    with pytest.raises(NotFoundError, match="no previous version") as caught:
+        trial.roll_back(force=True)
+    assert "v2, v3, v4" in caught.value.remedy
 
 
 @pytest.fixture
