@@ -400,16 +400,31 @@ def compute_key_digest(key: EllipticCurvePublicKey) -> Digest:
     return digest_bytes(_der(key))
 
 
+_KEY_REMEDIES = {
+    "variable": "Set the variable to the PEM text (PKCS #8) of a P-256 private key.",
+    "private": "Move this file away. Then run `onnx-ops keys new --out {where}`.",
+    "signing": "In `signer`, name a key of spec ECC_NIST_P256 (AWS KMS) or curve P-256 (Azure Key "
+    "Vault).",
+    "public": f"Use the signer's public key (NAME{PUBLIC_SUFFIX}) in its place, or remove it from "
+    "the trusted keys.",
+}
+"""Remedies for keys of another type, by the required kind of key.
+
+A private key in an environment variable has a separate remedy.
+"""
+
+
 def build_key_error(kind: str, where: str) -> UserError:
     """Return the error of a file or text that is not an ECDSA P-256 key.
 
-    `kind` is the required kind of key: public, private or signing.
+    `kind` is the required kind of key: public, private or signing. `where` is the path of a file,
+    or `variable NAME`, or describes the service or text.
     """
+    is_variable = kind == "private" and where.startswith("variable ")
     return UserError(
         f"this is not an ECDSA P-256 {kind} key",
         where=where,
-        remedy="`onnx-ops keys new` creates a pair: NAME.pem is the private key, "
-        f"NAME{PUBLIC_SUFFIX} is the public key.",
+        remedy=_KEY_REMEDIES["variable" if is_variable else kind].format(where=where),
     )
 
 

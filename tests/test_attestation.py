@@ -15,6 +15,7 @@ from onnx_ops import codec
 from onnx_ops.attestation import (
     PAYLOAD_TYPE,
     TrustedKeys,
+    build_key_error,
     read_authority_target,
     read_envelope,
     sign_record,
@@ -245,3 +246,18 @@ def test_trusted_keys_accept_folder_or_encoded_keys_and_reject_truncated_key(tmp
     assert set(given_.keys()) == {signer.key, SIGNER.key}
     with pytest.raises(UserError, match="not an ECDSA P-256 public key"):
         TrustedKeys.of(SIGNER.trusted_keys[:-8]).keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "where", "remedy"),
+    [
+        ("private", "/keys/a.pem", "`onnx-ops keys new --out /keys/a.pem`"),
+        ("private", "variable PEM", "Set the variable"),
+        ("signing", "AWS KMS alias/a", "ECC_NIST_P256"),
+        ("public", "/keys/a.pub.pem", "NAME.pub.pem"),
+    ],
+)
+def test_build_key_error_names_remedy_for_kind_and_place(
+    kind: str, where: str, remedy: str
+) -> None:
+    assert remedy in build_key_error(kind, where).remedy

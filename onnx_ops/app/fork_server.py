@@ -38,6 +38,8 @@ _SHIFTS: list[object] = []
 _STAGES = "onnx_ops.pipeline.stages"
 _PACKAGES = "_ONNX_OPS_FORK_SERVER_PACKAGES"
 """Environment variable of the server process with further packages to import."""
+_IMPORTS = "import onnx_ops.app.worker, onnx_ops.app.fork_server as f; f._import_packages()"
+"""Code with the imports of the server process, whose errors are not shown otherwise."""
 
 
 class ForkedProcess:
@@ -139,7 +141,8 @@ class ForkServer:
         if process is None:
             raise StageError(
                 "no process can be started for a stage",
-                remedy=f"`{sys.executable} -c 'import onnx_ops.app.worker'` may show the cause.",
+                remedy=f"`{_PACKAGES}={','.join(self._packages)} {sys.executable} -c "
+                f"'{_IMPORTS}'` may show the cause.",
             )
         with contextlib.suppress(BrokenPipeError):
             process.stdin.write(

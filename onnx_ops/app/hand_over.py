@@ -27,7 +27,7 @@ from onnx_ops.measure.files import MODEL
 from onnx_ops.pipeline import RunResult
 from onnx_ops.pipeline.stage_settings import variant_id
 from onnx_ops.ports import Store
-from onnx_ops.scratch import read_plain_file
+from onnx_ops.scratch import read_plain_file, storage_errors
 
 EVALUATION = (StageKind.DATA, StageKind.TAGS, StageKind.SYSTEM, *PLACEABLE)
 """Kinds of stages that read data, or run code of the user directly or in tools."""
@@ -60,8 +60,21 @@ def require_new_folder(folder: Path) -> None:
         raise UserError(
             "the evaluation needs a folder that is new or empty",
             where=str(folder),
-            remedy="Name another folder: --hand-over FOLDER.",
+            remedy="Remove it, or name another folder.",
         )
+
+
+def remove_evaluation(folder: Path) -> None:
+    """Remove a folder that `write_evaluation` wrote; keep a folder with any other content.
+
+    Raises:
+        StorageError: the folder cannot be removed.
+    """
+    if folder.is_symlink() or not folder.is_dir():
+        return
+    if {path.name for path in folder.iterdir()} == {_FILE, _CONTENT}:
+        with storage_errors(str(folder)):
+            shutil.rmtree(folder)
 
 
 def digest_file(pipeline: Pipeline) -> Digest:
@@ -148,7 +161,10 @@ def _read_description(folder: Path) -> bytes:
     try:
         return read_plain_file(folder / _FILE, most=_LARGEST)
     except FileNotFoundError as error:
-        remedy = "Write an evaluation with `onnx-ops run FILE --until gate --hand-over FOLDER`."
+        remedy = (
+            "Run `ONNX_OPS_SIGNING=off onnx-ops run FILE --until gate --hand-over FOLDER` on a "
+            "machine or as a user without the key. Copy the folder here."
+        )
         raise UserError("there is no evaluation", where=str(folder), remedy=remedy) from error
 
 
@@ -221,7 +237,10 @@ def _require_same_file(evaluation: Evaluation, pipeline: Pipeline, planned: Plan
     if not changed and evaluation.file == digest_file(pipeline):
         return
     why = f"the stages differ: {', '.join(sorted(changed)[:5])}" if changed else ""
-    remedy = "Evaluate and release the same files, with the same --set."
+    remedy = (
+        "Evaluate with `--until gate`. Use the same files, `--set`, and values of `${env:…}` in "
+        "both runs."
+    )
     raise RefusedError(
         "the evaluation does not match this pipeline file",
         where=planned.pipeline,

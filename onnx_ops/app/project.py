@@ -157,14 +157,27 @@ def _machine_findings(
     for name, why in find_unmeasurable(
         project.context, [targets[name] for name in benchmarked]
     ).items():
-        remedy = (
-            f"Measure {name} on another machine (`pool` in the target's file), or leave it out."
-        )
+        remedy = _advise_pool(project, name)
         loc = ("benchmark", "targets", benchmarked.index(name))
         findings.append(
             Issue(loc, f"this machine cannot measure {name}: {why}. {remedy}", environment=True)
         )
     return [*findings, *_list_endpoint_findings(project, pipeline, planned)]
+
+
+def _advise_pool(project: Project, name: str) -> str:
+    """Return how a target that this machine cannot measure is measured on another machine."""
+    from onnx_ops.config.folders import TARGETS, find_config_folder
+
+    if project.targets.is_measured(name) is None:
+        change = f"set `pool` in {project.targets.source(name)}"
+    else:
+        folder = find_config_folder(project.settings.root) / TARGETS
+        change = (
+            f"copy the profile to {folder.as_posix()}/{name}.yaml, and set `pool` there "
+            "(`onnx-ops docs target-profiles`)"
+        )
+    return f"To measure {name} on another machine, {change}. Or leave it out."
 
 
 def _list_endpoint_findings(project: Project, pipeline: Pipeline, planned: Plan) -> Iterator[Issue]:

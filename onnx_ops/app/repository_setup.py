@@ -282,9 +282,12 @@ def _describe_function(root: Path, given: RepositorySource) -> tuple[list[str], 
     if problem := explain_missing_function(given.source, root):
         raise NotFoundError(problem, where="--from")
     for _, problem in check_arguments(given.source, given.parameters, root):
-        raise UserError(problem, where="--from", remedy="Set parameters with --with NAME=VALUE.")
+        remedy = "Set each parameter that it needs with --with NAME=VALUE, and leave out others."
+        raise UserError(problem, where="--from", remedy=remedy)
     framework, extras = _find_framework(path, given.framework)
-    data = _describe_data(root, dict(given.data) or _find_data(root), given.label)
+    files = given.data.values()
+    found = {name: file for name, file in _find_data(root).items() if file not in files}
+    data = _describe_data(root, {**found, **given.data}, given.label)
     parameters = ", ".join(f"{name}: {_as_yaml(value)}" for name, value in given.parameters.items())
     lines = [*data, "", "train:", f"  run: {given.source}"]
     lines += [f"  with: {{{parameters}}}"] if parameters else []
@@ -332,8 +335,8 @@ def _describe_data(root: Path, data: Mapping[str, str], label: str | None) -> li
         raise UserError(
             "the pipeline needs rows for the validation of the export",
             where="--data",
-            remedy="Add --data test=data/test.csv. Training data has the name of the training "
-            "function's parameter, for example --data train=data/train.csv.",
+            remedy="Add --data test=data/test.csv. Add each other set that a training function "
+            'reads by its name there, such as --data train=data/train.csv for data["train"].',
         )
     lines = ["data:"]
     for name, file in data.items():

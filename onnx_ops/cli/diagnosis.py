@@ -364,8 +364,9 @@ def _webhook(project: Project) -> Iterator[Diagnosis]:
     arrived = f"{report.arrived} of {report.tests} test deliveries arrived"
     remedy = (
         report.remedy
-        or "Start `onnx-ops reconcile --watch --listen` on the receiver's machine, "
-        "then run `onnx-ops webhooks check`."
+        or "Check the log of the receiver and of any proxy before it. If the receiver does not "
+        "run, start `onnx-ops reconcile --watch --listen HOST:PORT` there. Then run "
+        "`onnx-ops webhooks check`."
     )
     yield _finding(
         "webhook",

@@ -336,7 +336,11 @@ def _check_models(
             raise UserError("the option does not apply to --system", where=name)
         return ""
     if name is not None:
-        remedy = "Name your own code: --system package.module:predict."
+        remedy = (
+            "Name your own code: --system package.module:predict."
+            if candidate is None
+            else "Leave out this option: it applies only to `onnx-ops judge A.onnx --system …`."
+        )
         raise UserError("the option needs --system", where=name, remedy=remedy)
     if candidate is None:
         remedy = (

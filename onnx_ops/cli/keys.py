@@ -234,8 +234,10 @@ def keys_retire(
             "decision",
             where=f"key {short_digest(known.key)}",
             why=", ".join(names),
-            remedy="Sign the decisions with the new key (`onnx-ops run FILE --no-cache gate`), "
-            "or use --force.",
+            remedy="For each version, check out the commit in its tag `git.sha`. Run "
+            "`onnx-ops run FILE --no-cache gate --until register` there, which signs with the new "
+            "key. A version that an override permits needs a new override. Or use --force: the "
+            "listed versions then cannot be promoted again.",
         )
     archived: tuple[Path, ...] = ()
     if not dry_run:

@@ -128,7 +128,8 @@ def _parse_url(place: str) -> WebAddress:
             "the address does not pin the content of the file",
             where=shown,
             why=f"it ends with {parts.fragment!r}" if parts.fragment else "",
-            remedy="Append #sha256= and the digest of the file, which `sha256sum FILE` prints.",
+            remedy="End the address with #sha256= and the digest of the file, in place of any "
+            "other fragment. `sha256sum FILE` prints the digest.",
         )
     url = parts._replace(fragment="").geturl()
     return WebAddress(url=url, host=host, name=name, sha256=pin[1])

@@ -16,6 +16,7 @@ from urllib.parse import unquote, urlsplit
 from onnx_ops import codec
 from onnx_ops.app.affected import Affected, affected, changed_since
 from onnx_ops.app.context import Project, open_project
+from onnx_ops.app.hand_over import remove_evaluation
 from onnx_ops.app.project import (
     PreparedPipeline,
     execute,
@@ -133,7 +134,8 @@ def release_change(
     root, store = project.settings.root, project.context.store
     if metrics_folder is not None:
         import_commits(root, store, metrics_folder)
-    found = {one.file: one for one in read_results(evaluated)}
+    remedy = f"Run the step `evaluate` with `--folder {evaluated}` first."
+    found = {one.file: one for one in read_results(evaluated, remedy=remedy)}
     touched = affected(project, changed_since(root, base))
     checked = [
         release(project, one, found.get(one.file), folder, base, evaluated, hosted=hosted)
@@ -172,11 +174,15 @@ def evaluate(
     """Run one pipeline up to its gates; write its report beside the results.
 
     `since` is the previous commit, or empty. If the pipeline cannot be run, the result has the
-    error. With `hand_over`, the evaluation is written into a folder there.
+    error. With `hand_over`, the evaluation is written into a folder there. It replaces the
+    evaluation of an earlier commit.
     """
-    if one.problem:
-        return _describe_error(one, one.problem)
     try:
+        if hand_over is not None:
+            # A failed evaluation must not leave that of an earlier commit for the release.
+            remove_evaluation(hand_over / _name(one.file))
+        if one.problem:
+            return _describe_error(one, one.problem)
         prepared = prepare(project, project.settings.root / one.file, until=StageKind.GATE)
         checked, result = _execute(project, one, prepared, folder, since)
         if hand_over is not None:
@@ -322,10 +328,13 @@ def _local(place: str) -> Path | None:
             return None
 
 
-def read_results(folder: Path) -> tuple[Checked, ...]:
+def read_results(folder: Path, *, remedy: str) -> tuple[Checked, ...]:
     """Return the results that `evaluate_change` or `release_change` wrote to a folder.
 
     The results are not trusted, because code of a pull request was able to replace them.
+
+    Args:
+        remedy: remedy of the error for missing results.
 
     Raises:
         UserError: there are no results.
@@ -336,11 +345,7 @@ def read_results(folder: Path) -> tuple[Checked, ...]:
     try:
         data = read_plain_file(folder / RESULTS, most=_LARGEST)
     except FileNotFoundError as error:
-        raise UserError(
-            "there are no results",
-            where=str(folder),
-            remedy="Run the step `evaluate` or `release` with the same `--folder` first.",
-        ) from error
+        raise UserError("there are no results", where=str(folder), remedy=remedy) from error
     checked = codec.loads(data, tuple[Checked, ...], where=where)
     if wrong := next(filter(None, map(find_contradiction, checked)), ""):
         raise CorruptStateError("the results contradict themselves", where=where, why=wrong)

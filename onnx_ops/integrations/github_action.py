@@ -200,7 +200,8 @@ def publish(event: Event, folder: Path, environ: Mapping[str, str]) -> int:
     """
     verdict: Verdict | None = Verdict.ERROR
     try:
-        checked = read_results(folder)
+        remedy = "Run the step `evaluate` or `release` with the same `--folder` first."
+        checked = read_results(folder, remedy=remedy)
     except OnnxOpsError as error:
         _print_line(f"::error title=onnx-ops::{_command_data(str(error))}")
         heading, text = "the commit could not be judged", _describe_failure(error)

@@ -109,10 +109,13 @@ def test_fork_server_after_kill_is_started_again(project: Settings) -> None:
 def test_fork_server_that_cannot_start_raises_stage_error(
     project: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    python = sys.executable
     monkeypatch.setattr(sys, "executable", "/bin/false")
     monkeypatch.setattr(FORK_SERVER, "_control", None)
-    with pytest.raises(StageError, match="no process can be started"):
+    with pytest.raises(StageError, match="no process can be started") as caught:
         describe(project)
+    command = caught.value.remedy.split("`")[1]
+    subprocess.run(["sh", "-c", command.replace("/bin/false", python)], check=True)
 
 
 USER = """

@@ -294,7 +294,7 @@ def test_init_into_repository_writes_deployments_of_package_flows(tmp_path: Path
         (["--from", "fraud.training:train", "--data", "test=none.csv"], "no such file"),
         (["--from", "fraud.training:train", "--data", "none.csv"], "is not SET=FILE"),
         (
-            ["--from", "fraud.training:train", "--data", "train=data/train.csv"],
+            ["--from", "fraud.training:train", "--data", "train=data/test.csv"],
             "--data test=data/test.csv",
         ),
         (["--from", "README.md"], "README.md"),
@@ -311,6 +311,16 @@ def test_init_into_repository_with_invalid_options_exits_with_2_and_writes_nothi
     assert result.exit_code == 2, result.output
     assert message in " ".join(result.output.split())
     assert digest_files(tmp_path) == before
+
+
+def test_init_into_repository_with_one_data_set_finds_the_other(tmp_path: Path) -> None:
+    make_src_layout(tmp_path)
+    write(tmp_path, **{"holdout.csv": _TABLE})
+    source = ["--from", "fraud.training:train", "--data", "test=holdout.csv"]
+    add(tmp_path, ["--name", "fraud", *source])
+    text = (tmp_path / "onnx-ops" / "pipelines" / "fraud.yaml").read_text()
+    files = {name: entry["file"] for name, entry in yaml.safe_load(text)["data"].items()}
+    assert files == {"train": "data/train.csv", "test": "holdout.csv"}
 
 
 def test_choose_name_of_broken_project_returns_folder_name(tmp_path: Path) -> None:

@@ -235,6 +235,7 @@ def test_judge_of_bfloat16_inputs_adds_casts(tmp_path: Path) -> None:
         ("good.onnx good.onnx --batch 1,many", 2),
         ("good.onnx good.onnx --only latencies", 2),
         ("good.onnx good.onnx --html nowhere/report.html", 2),
+        ("good.onnx good.onnx --files .", 2),
         ("good.onnx --system m:f --files . --slices age", 2),
         ("good.onnx --system m:f --files . --batch 8", 2),
     ],

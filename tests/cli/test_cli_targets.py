@@ -97,6 +97,7 @@ def test_check_with_unmeasurable_target_exits_with_4(project: Path) -> None:
     (line,) = done.stderr.splitlines()
     assert "benchmark.targets[2]: this machine cannot measure coreml" in line
     assert "CoreMLExecutionProvider is not in this build" in line
+    assert "copy the profile to configs/targets/coreml.yaml" in line
     assert run_command("check", "p.yaml", "--static", cwd=project).code == 0
 
 
@@ -114,6 +115,7 @@ def test_check_with_target_of_other_hardware_exits_with_4(project: Path) -> None
     done = run_command("check", "p.yaml", cwd=project)
     assert done.code == 4
     assert "this machine cannot measure arm" in done.stderr
+    assert "set `pool` in configs/targets/arm.yaml" in done.stderr
 
 
 @pytest.fixture

@@ -41,6 +41,7 @@ def test_parse_pinned_address_of_hub_returns_repository_commit_and_path() -> Non
     [
         ("https://host.example/model.onnx", "does not pin the content"),
         ("https://host.example/model.onnx#sha256=12", "it ends with 'sha256=12'"),
+        ("https://host.example/model.onnx#sha256=12", "in place of any other fragment"),
         (f"https://host.example/{PIN}", "names no file"),
         (f"http://host.example/m.onnx{PIN}", "must begin with https://"),
         (f"https://[half/m.onnx{PIN}", "not valid"),

@@ -106,6 +106,51 @@ def test_release_change_of_unevaluated_pipeline_records_error(
     assert (checked.verdict, checked.error) == (Verdict.ERROR, "It was not evaluated.")
 
 
+def test_release_change_without_results_names_folder_of_evaluation(
+    evaluated: Project, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError) as caught:
+        list(release_change(tmp_path / "results", "", tmp_path / "other"))
+    assert f"`evaluate` with `--folder {tmp_path / 'other'}`" in caught.value.remedy
+
+
+def test_evaluate_change_into_own_folder_replaces_evaluation(
+    evaluated: Project, tmp_path: Path
+) -> None:
+    folder = tmp_path / "evaluated"
+    (description,) = folder.glob("*/evaluation.json")
+    description.write_text("")
+    assert list(evaluate_change(folder, "", hand_over=folder))[-1] == "1 passed"
+    list(release_change(tmp_path / "results", "", folder))
+    assert _read_only(tmp_path / "results").verdict is Verdict.PASS
+
+
+def test_evaluate_change_with_error_removes_earlier_evaluation(
+    evaluated: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prepare(*_: object, **__: object) -> NoReturn:
+        raise UserError("no such model")
+
+    monkeypatch.setattr("onnx_ops.integrations.commits.prepare", prepare)
+    folder = tmp_path / "evaluated"
+    list(evaluate_change(folder, "", hand_over=folder))
+    assert _read_only(folder).error == "no such model"
+    assert not list(folder.glob("*/evaluation.json"))
+
+
+def test_evaluate_change_into_foreign_folder_keeps_its_files(
+    evaluated: Project, tmp_path: Path
+) -> None:
+    folder = tmp_path / "evaluated"
+    (description,) = folder.glob("*/evaluation.json")
+    foreign = description.with_name("notes.txt")
+    foreign.touch()
+    list(evaluate_change(folder, "", hand_over=folder))
+    assert _read_only(folder).verdict is Verdict.ERROR
+    assert foreign.exists()
+    assert description.exists()
+
+
 @pytest.mark.parametrize(
     ("section", "places", "hosted", "lost"),
     [

@@ -145,7 +145,9 @@ class Guard:
             if record is None:
                 raise RefusedError(
                     "onnx-ops did not register this version",
-                    remedy="Register it with `onnx-ops run`.",
+                    remedy="Name it in a pipeline file: "
+                    f"`model: models:/{stored.model}/{stored.version}`. Run `onnx-ops run FILE`, "
+                    "and set the alias on the version that the run registers.",
                 )
             self._require_decision(user, stored, record, target)
 
@@ -169,7 +171,8 @@ class Guard:
             if plain in _IDENTITY and record.tags.get(plain) != value:
                 raise RefusedError(
                     "the tags of a registration cannot be changed",
-                    remedy="Register another version with `onnx-ops run`.",
+                    remedy="Change the pipeline file and run `onnx-ops run FILE`: another content "
+                    "or variant is another version.",
                 )
             if plain.startswith(DECISION):
                 self._no_older_decision(record, key, value)
@@ -201,8 +204,9 @@ class Guard:
             ):
                 raise RefusedError(
                     f"it is a signed decision whose verdict is {signed.record.verdict.name}",
-                    remedy="Judge the release again with `onnx-ops run`; "
-                    "a later decision replaces it.",
+                    remedy="Correct the gates in the pipeline file and run `onnx-ops run FILE`. "
+                    "Or measure again with `onnx-ops run FILE --no-cache benchmark`. "
+                    "A later decision replaces it.",
                 )
 
     def delete_version(self, model: str, version: str) -> None:
@@ -242,7 +246,10 @@ class Guard:
                 raise RefusedError(
                     "every decision about its versions is signed for this name, "
                     "and endpoints are bound to it",
-                    remedy="Register under the new name with `register.model` and `onnx-ops run`.",
+                    remedy="Copy the pipeline file. In the copy, change `pipeline`, "
+                    "`register.model` and the endpoint names in `deploy`, and run "
+                    "`onnx-ops run FILE`. Delete the old endpoints with `onnx-ops delete ENDPOINT` "
+                    "when they are no longer needed.",
                 )
 
     def _read(self, model: str, version: str) -> tuple[StoredVersion | None, VersionRecord | None]:
