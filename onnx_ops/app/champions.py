@@ -137,8 +137,10 @@ def _measured(
         raise MeasurementError(
             "the store does not contain the benchmark of the champion's decision",
             where=f"{record.model}/{record.version}",
-            remedy=f"Run the file of pipeline {champion.pipeline} again with this store: "
-            "onnx-ops run FILE --no-cache benchmark",
+            remedy="Check out the version's commit (tag `git.sha`). Run the file of pipeline "
+            f"{champion.pipeline} with this store: "
+            "`onnx-ops run FILE --no-cache benchmark --until register`. "
+            "If training is not reproducible, only a new release can be rechecked.",
         )
     stage, key, inputs = parse_request(json.loads(context.store.read(memory[REQUEST])))
     # With a new key, the measurement cannot replace the stored result of the pipeline. A worker of

@@ -232,7 +232,8 @@ def run_in_subprocess(
                 f"the stage exceeded its time-out of {stage.timeout:g} s and was stopped",
                 where=stage.id,
                 why=tail.summary(),
-                remedy="Raise `timeout` in the pipeline file if the stage needs more time."
+                remedy="Raise `timeout` in the pipeline file if the stage needs more time. "
+                "`recheck` uses the new value after `onnx-ops run FILE --no-cache benchmark`."
                 + output.place,
             ) from None
         finally:

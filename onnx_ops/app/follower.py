@@ -717,8 +717,8 @@ def check_options(own: Mapping[str, str], options: ServerOptions) -> None:
         raise RefusedError(
             "a replica adopts only signed tables, but there is no key to verify them",
             where="--trusted-keys",
-            remedy="Set the folder of the public keys, or the keys in base64: "
-            "`onnx-ops keys list` shows the keys.",
+            remedy="Set the folder of the public keys, or the keys in base64: the joined lines of "
+            "NAME.pub.pem between BEGIN and END.",
         )
     control, reports = (own[name].rstrip("/") for name in ("follow", "reports"))
     if control == reports or control.startswith(f"{reports}/") or reports.startswith(f"{control}/"):

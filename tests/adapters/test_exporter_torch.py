@@ -109,6 +109,22 @@ def test_torch_export_batch_axis_follows_dynamic_setting_and_is_free_by_default(
     assert read_model_info(tmp_path / "m.onnx").inputs[0].shape == (batch, 1, 8, 8)
 
 
+def test_torch_export_of_module_with_fixed_batch_does_not_advise_to_remove_batch_axis(
+    modules: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="fixes axis 0 of image") as caught:
+        export(modules.FixedBatch(), images(4), tmp_path / "m.onnx")
+    assert "remove the axis" not in caught.value.remedy
+
+
+def test_torch_export_of_module_with_unfit_samples_advises_to_check_types(
+    modules: Any, tmp_path: Path
+) -> None:
+    samples = {"image": images(4)["image"].astype(np.float64)}
+    with pytest.raises(UserError, match=r"the module refuses the samples.*types and shapes"):
+        export(modules.Convolution(), samples, tmp_path / "m.onnx")
+
+
 def test_torch_export_of_module_using_batch_size_keeps_batch_free(
     modules: Any, tmp_path: Path
 ) -> None:

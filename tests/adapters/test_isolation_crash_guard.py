@@ -225,3 +225,4 @@ def test_guarded_runtime_with_crashing_model_raises_measurement_error(
     with pytest.raises(MeasurementError, match="ONNX Runtime crashed") as caught:
         use(GuardedRuntime(), crashing)
     assert signal.SIGSEGV.name in caught.value.why
+    assert "`session.graph_level`" in caught.value.remedy

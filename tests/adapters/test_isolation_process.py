@@ -12,9 +12,11 @@ import numpy as np
 import psutil
 import pytest
 
+from onnx_ops.adapters.isolation import process as process_module
 from onnx_ops.adapters.isolation.isolated_tools import IsolatedExporter, RemoteModel
 from onnx_ops.adapters.isolation.process import (
     LAST_LINES,
+    IsolatedProcess,
     ProcessLimits,
     build_interpreter_command,
 )
@@ -183,7 +185,7 @@ def test_isolated_exporter_after_crash_reports_signal_or_exit_code_and_output(
     with pytest.raises(StageError, match=f"ended with {how} before it could export") as failure:
         exporter.export(load(exporter, tmp_path / "m"), request(tmp_path / "o", do))
     assert f"about to {do}" in failure.value.why
-    assert "env.requirements" in failure.value.remedy
+    assert failure.value.remedy.startswith("Use a machine with more memory if ")
     if do == "segfault":
         # The traceback names the Python file that was running.
         assert "converter_of_mine.py" in failure.value.why
@@ -219,6 +221,32 @@ def test_isolated_exporter_above_memory_limit_raises_stage_error(tmp_path: Path)
     with pytest.raises(StageError, match=r"more memory than its limit of 0\.7 GB") as failure:
         exporter.export(load(exporter, tmp_path / "m"), request(tmp_path / "o", "swallow"))
     assert "env.memory" in failure.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("code", "timeout", "remedy"),
+    [
+        ("import time; time.sleep(60)", 0.1, "Fetch the data first."),
+        (
+            "raise SystemExit(3)",
+            None,
+            "Increase `env.memory` if the process needs more than 7.0 GB",
+        ),
+    ],
+)
+def test_isolated_process_failure_has_remedy_of_its_caller_or_limit(
+    monkeypatch: pytest.MonkeyPatch, code: str, timeout: float | None, remedy: str
+) -> None:
+    monkeypatch.setattr(process_module, "GRACE_S", 1.0)
+    process = IsolatedProcess(
+        lambda *_: [sys.executable, "-c", code],
+        ProcessLimits(memory=7_000_000_000),
+        "data",
+        late_remedy="Fetch the data first.",
+    )
+    with pytest.raises(StageError) as failure:
+        process.ask("fetch", timeout=timeout)
+    assert failure.value.remedy.startswith(remedy)
 
 
 def test_isolated_exporter_with_much_output_limits_memory_and_length_of_report(

@@ -26,10 +26,16 @@ from onnx_ops.onnx_graph.files import read_model, read_structure, write_model
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.onnx_graph.quantized_weights import read_quantized_weights
 from onnx_ops.ports import Optimizer, OptimizeRequest
-from onnx_ops.testing.models import images, rows, write_convolution, write_perceptron
+from onnx_ops.testing.models import (
+    images,
+    rows,
+    write_convolution,
+    write_perceptron,
+)
 from onnx_ops.testing.optimizers import OptimizerSuite
 from tests.adapters.model_runs import run
 from tests.support.fixtures import fixed
+from tests.support.graphs import write_graph
 
 X86 = Arithmetic(family="x86", wide=True)
 NARROW_X86 = Arithmetic(family="x86", saturates=True)
@@ -164,7 +170,7 @@ def test_fp16_optimizer_with_too_large_weights_raises_user_error_unless_excluded
 ) -> None:
     """The converter would clip them without a warning."""
     change(perceptron, "second.weight", 1e5)
-    with pytest.raises(UserError, match=r"second\.weight has values beyond 65504"):
+    with pytest.raises(UserError, match=r"second\.weight has values beyond 65504.*Add second to"):
         Fp16Optimizer().optimize(perceptron)
     Fp16Optimizer().optimize(
         replace(perceptron, section=replace(perceptron.section, exclude=("second",)))
@@ -172,6 +178,31 @@ def test_fp16_optimizer_with_too_large_weights_raises_user_error_unless_excluded
     assert "second.weight" not in {
         weight.name for weight in read_quantized_weights(perceptron.source, perceptron.path)
     }
+
+
+@pytest.mark.parametrize(
+    ("names", "remedy"),
+    [(("held", "product"), "Add held, product to"), (("", "product"), "Give each node")],
+)
+def test_fp16_optimizer_with_too_large_constant_node_names_nodes_to_exclude(
+    perceptron: OptimizeRequest, names: tuple[str, str], remedy: str
+) -> None:
+    """An exclusion of the node that uses the weight has no effect on a Constant node."""
+    text = "(float[batch, 8] x) => (float[batch, 8] y) { y = MatMul(x, weight) }"
+    model = read_model(
+        write_graph(perceptron.source, text, weight=np.full((8, 8), 1e5, np.float32))
+    )
+    (weight,) = model.graph.initializer
+    (product,) = model.graph.node
+    product.name = names[1]
+    constant = helper.make_node("Constant", [], ["weight"], name=names[0], value=weight)
+    model.graph.node.insert(0, constant)
+    del model.graph.initializer[:]
+    write_model(model, perceptron.source)
+    section = replace(perceptron.section, exclude=("product",))
+    for request in (perceptron, replace(perceptron, section=section)):
+        with pytest.raises(UserError, match=remedy):
+            Fp16Optimizer().optimize(request)
 
 
 def test_fp16_optimizer_with_keep_option_leaves_types_in_float32(

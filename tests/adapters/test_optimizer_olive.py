@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 
 from onnx_ops.adapters.isolation.isolated_tools import IsolatedOptimizer
 from onnx_ops.adapters.optimizers.olive import OliveOptimizer
+from onnx_ops.adapters.optimizers.onnxruntime import DynamicQuantizer
 from onnx_ops.app.affected import affected
 from onnx_ops.app.context import open_project
 from onnx_ops.app.project import prepare
@@ -160,6 +163,49 @@ def test_olive_optimize_without_calibration_rows_raises_user_error(tmp_path: Pat
     )
     with pytest.raises(UserError, match=r"there are no calibration rows.*Add calibrate"):
         OliveOptimizer().optimize(request)
+
+
+def test_olive_optimize_that_fails_names_default_requirements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "olive.workflows", None)
+    with pytest.raises(StageError, match="Olive failed") as failure:
+        OliveOptimizer().optimize(make_request(tmp_path, "OnnxDynamicQuantization"))
+    assert f"[{', '.join(OliveOptimizer.requirements)}, PACKAGE]" in failure.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("kind", "remedy"),
+    [
+        ("OnnxDynamicQuantization", "set quant_preprocess: false"),
+        ("OnnxHqqQuantization", "type OnnxHqqQuantization do not receive `exclude`"),
+    ],
+)
+def test_olive_optimize_that_quantizes_excluded_node_raises_error_for_type_of_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, remedy: str
+) -> None:
+    request = make_request(tmp_path, kind, exclude=("first",))
+    made = tmp_path / "olive.onnx"
+    plain = Quantize(name="dynamic", method="dynamic")
+    DynamicQuantizer().optimize(replace(request, path=made, section=plain))
+    best = SimpleNamespace(model_path=str(made))
+    done = SimpleNamespace(has_output_model=lambda: True, get_best_candidate=lambda: best)
+    workflows = ModuleType("olive.workflows")
+    monkeypatch.setattr(workflows, "run", lambda _: done, raising=False)
+    monkeypatch.setitem(sys.modules, "olive.workflows", workflows)
+    with pytest.raises(UserError, match="Olive quantized first") as refused:
+        OliveOptimizer().optimize(request)
+    assert remedy in refused.value.remedy
+
+
+def make_request(folder: Path, kind: str, **settings: Any) -> OptimizeRequest:
+    write_perceptron(folder / "source.onnx")
+    return OptimizeRequest(
+        section=inline_files({"passes": {"one": {"type": kind}}}, **settings),
+        source=folder / "source.onnx",
+        path=folder / "made.onnx",
+        calibration=None,
+    )
 
 
 PIPELINE = """\

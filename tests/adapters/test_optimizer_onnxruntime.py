@@ -426,7 +426,7 @@ def test_static_quantizer_of_fixed_batch_calibrates_with_full_batches_only(
     assert len(BatchReader(rows(11), read_model_info(perceptron.source))) == 2
     StaticQuantizer().optimize(replace(perceptron, calibration=rows(11)))
     assert run(perceptron.path, rows(4))["scores"].shape == (4, 3)
-    with pytest.raises(UserError, match="do not fill one batch of 4 rows"):
+    with pytest.raises(UserError, match=r"do not fill one batch of 4 rows.*with at least 4 rows"):
         StaticQuantizer().optimize(replace(perceptron, calibration=rows(3)))
 
 

@@ -79,6 +79,24 @@ def mlflow_server(
         yield url, home / "files"
 
 
+def test_registry_with_deleted_experiment_names_server_in_remedy(
+    registry: MlflowRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = client_of(registry)
+    number = registry._ensure_experiment(client, "deleted experiment")
+    client.delete_experiment(number)
+    for uri, shown in (
+        (registry._mlflow.uri, registry._mlflow.uri),
+        ("postgresql://me:secret@host/mlflow", "'postgresql://me:***@host/mlflow'"),
+    ):
+        monkeypatch.setattr(registry, "_mlflow", MlflowConnection(uri))
+        with pytest.raises(UserError, match="the experiment was deleted") as caught:
+            registry._ensure_experiment(client, "deleted experiment")
+        command = f"mlflow experiments restore --experiment-id {number}"
+        assert f"`MLFLOW_TRACKING_URI={shown} {command}`." in caught.value.remedy
+        assert ("Replace ***" in caught.value.remedy) is ("***" in shown)
+
+
 def _overwrite(root: Path, registry: Registry, record: VersionRecord, name: str) -> None:
     assert isinstance(registry, MlflowRegistry)
     model_id = str(registry._version(record.model, record.version).source).removeprefix("models:/")

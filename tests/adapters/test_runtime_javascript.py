@@ -14,7 +14,7 @@ import psutil
 import pytest
 from onnx import helper
 
-from onnx_ops.adapters.runtimes.javascript.runtime import BrowserRuntime, NodeRuntime
+from onnx_ops.adapters.runtimes.javascript.runtime import DRIVER, WEB, BrowserRuntime, NodeRuntime
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.execution import Environment, Provider, SessionSettings
 from onnx_ops.domain.target import CustomOps, OrtFormat, Target
@@ -327,6 +327,12 @@ def test_node_fingerprint_with_wrong_requirements_raises_user_error(
 ) -> None:
     with pytest.raises(UserError, match=expected):
         NodeRuntime().fingerprint(replace(NODE, env=Environment(requirements=requirements)))
+
+
+def test_browser_fingerprint_without_default_packages_names_each_missing_one() -> None:
+    with pytest.raises(UserError) as refused:
+        BrowserRuntime().fingerprint(replace(NODE, env=Environment(requirements=("other@1.0.0",))))
+    assert refused.value.remedy == f"Add each package with its version, such as {WEB}, {DRIVER}."
 
 
 @pytest.mark.parametrize(

@@ -374,6 +374,7 @@ def test_onnxruntime_with_missing_plugin_package_raises_measurement_error_with_r
     )
     assert error.what == "package no_such_provider is not installed"
     assert error.remedy.startswith("Run `pip install no-such-provider` ")
+    assert "no-such-provider==VERSION to `env.requirements`" in error.remedy
 
 
 def test_onnxruntime_with_package_without_plugin_raises_measurement_error(

@@ -137,8 +137,12 @@ def test_read_or_create_key_with_permissions_for_others_raises_refused_error(
 
 def test_read_key_of_missing_or_invalid_file_raises_user_error(tmp_path: Path) -> None:
     path = tmp_path / "signing.pem"
-    with pytest.raises(NotFoundError):
+    with pytest.raises(NotFoundError, match="keys new"):
         read_key(path)
+    folder = tmp_path / "folder.pem"
+    folder.mkdir(mode=0o700)
+    with pytest.raises(NotFoundError, match="Make the file readable for this user"):
+        read_key(folder)
     path.touch(mode=0o600)
     with pytest.raises(UserError, match="not an ECDSA P-256 private key"):
         read_key(path)

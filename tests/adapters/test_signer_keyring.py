@@ -172,6 +172,18 @@ def test_keyring_without_signing_key_lists_trusted_keys_and_cannot_rotate(tmp_pa
         Keyring(tmp_path / "keys" / "signing.pem", tmp_path / "trusted").rotate(admit_nowhere)
 
 
+@pytest.mark.parametrize("act", ["rotate", "retire"])
+def test_keyring_with_remote_signer_refuses_replacement_and_names_its_steps(
+    tmp_path: Path, act: str
+) -> None:
+    signer = create_key(tmp_path / "remote" / "signing.pem")
+    ring = Keyring(tmp_path / "keys" / "signing.pem", tmp_path / "trusted", remote=signer)
+    with pytest.raises((UserError, RefusedError)) as refused:
+        ring.rotate(admit_nowhere) if act == "rotate" else ring.retire(ring.list_keys()[0])
+    assert refused.value.where == "signer"
+    assert "onnx-ops keys admit new.pub.pem" in refused.value.remedy
+
+
 def test_keyring_list_keys_of_key_in_role_folder_shows_that_role(
     keyring: Keyring, places: tuple[Path, Path]
 ) -> None:

@@ -298,5 +298,6 @@ def test_read_secret_of_missing_short_or_public_secret_raises_error(tmp_path: Pa
         read_secret(path, {VARIABLE: "short"})
     make_secret(path, {})
     os.chmod(path, 0o644)
-    with pytest.raises(RefusedError, match="other users have access"):
+    with pytest.raises(RefusedError, match="other users have access") as refused:
         read_secret(path, {})
+    assert refused.value.remedy.startswith(f"Run `chmod 600 {path}`")

@@ -51,7 +51,7 @@ def test_measure_again_without_stored_benchmark_returns_error_verdict(tmp_path: 
     scene = ChampionScene(tmp_path)
     found = looked(scene)
     assert found.verdict is Verdict.ERROR
-    assert "onnx-ops run FILE --no-cache benchmark" in found.why
+    assert "onnx-ops run FILE --no-cache benchmark --until register" in found.why
     assert scene.asked == []
 
 

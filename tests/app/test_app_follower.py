@@ -237,16 +237,16 @@ def test_check_options_with_overlapping_locations_raises_user_error(
 
 
 @pytest.mark.parametrize(
-    ("options", "error"),
+    ("options", "error", "remedy"),
     [
-        (ServerOptions(trusted_keys="keys"), UserError),
-        (ServerOptions(endpoint="digits"), RefusedError),
+        (ServerOptions(trusted_keys="keys"), UserError, "--endpoint NAME"),
+        (ServerOptions(endpoint="digits"), RefusedError, "between BEGIN and END"),
     ],
 )
 def test_check_options_without_endpoint_or_keys_raises_user_or_refused_error(
-    options: ServerOptions, error: type[OnnxOpsError]
+    options: ServerOptions, error: type[OnnxOpsError], remedy: str
 ) -> None:
-    with pytest.raises(error):
+    with pytest.raises(error, match=remedy):
         check_options({"follow": "/control", "reports": "/reports"}, options)
 
 

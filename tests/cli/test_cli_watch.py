@@ -143,7 +143,7 @@ def test_mlflow_webhooks_install_check_and_repair_restore_changed_webhook(
     client = ours._mlflow._client
     with listening(wake=woken.append, refused=refused.append) as it:
         url = it.address
-        with pytest.raises(NotFoundError, match="no webhook is installed"):
+        with pytest.raises(NotFoundError, match=r"no webhook is installed.*--name tested`"):
             ours.check()
         assert ours.repair(SECRET) is None
         assert (ours.install(url, SECRET).did, ours.install(url, SECRET).did) == (("created",), ())
@@ -155,11 +155,14 @@ def test_mlflow_webhooks_install_check_and_repair_restore_changed_webhook(
             webhook.webhook_id, status="DISABLED", events=["registered_model.created"]
         )
         assert ours.check().problem == "wrong settings: events, disabled"
+        assert f"--url {url} --name tested`" in ours.check().remedy
         repaired = must(ours.repair(SECRET))
         assert (repaired.did, repaired.ok) == (("events", "disabled"), True)
         client.update_webhook(webhook.webhook_id, secret="another secret of length")  # noqa: S106 (of a test)
         assert "401" in ours.check().problem
-        assert "a different secret" in ours.check().remedy
+        assert f"a different secret: run `onnx-ops webhooks install --url {url}" in (
+            ours.check().remedy
+        )
         assert must(ours.repair(SECRET)).ok
         client.create_webhook("tested", f"{url}2", ["registered_model.created"])
         assert ours.install(url, SECRET).did == ("removed a duplicate",)

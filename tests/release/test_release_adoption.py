@@ -64,6 +64,24 @@ def open_keys(signer: FakeSigner | None, *trusted: FakeSigner) -> LedgerKeys:
     return LedgerKeys(lambda: verifier, lambda: signer, lambda: public)
 
 
+@pytest.mark.parametrize(
+    ("signer", "admitted", "remedy"),
+    [
+        (None, (), 'Remove the setting `signing = "off"`'),
+        (OTHER, (), "to the folder `release` of its trusted keys"),
+        (OTHER, (MAIN,), "`onnx-ops keys admit FILE`"),
+    ],
+)
+def test_ledger_keys_sign_without_valid_key_names_remedy_for_this_ledger(
+    signer: FakeSigner | None, admitted: tuple[FakeSigner, ...], remedy: str
+) -> None:
+    keys = {one.key: one.trusted_keys for one in admitted}
+    with pytest.raises(MissingKeyError) as caught:
+        open_keys(signer, MAIN).sign(b"an entry", "begins start", "ledger digits", keys)
+    assert remedy in caught.value.remedy
+    assert "--no-cache gate" not in caught.value.why
+
+
 class Site:
     """An endpoint whose ledger several machines open.
 

@@ -83,6 +83,10 @@ _GIT_VARIABLES = (
 With these variables, git would use another repository.
 """
 
+_LATE_REMEDY = (
+    "Check the connection to the repository and to the DVC remote. In a checkout, "
+    "`dvc fetch` downloads the data into DVC's cache without this limit."
+)
 _RESTORE = "Restore the pointer with `git checkout`, or recreate it with `dvc add`, and commit."
 
 
@@ -414,7 +418,7 @@ class DvcSource(DataSource):
         command = build_interpreter_command(
             environments.python(Environment(requirements=requirements)), _WORKER
         )
-        process = IsolatedProcess(command, ProcessLimits(), "data")
+        process = IsolatedProcess(command, ProcessLimits(), "data", late_remedy=_LATE_REMEDY)
         try:
             return process.ask(do, timeout=_TIMEOUT_S, **arguments)
         finally:

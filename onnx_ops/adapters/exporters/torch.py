@@ -296,14 +296,15 @@ def _explain_failure(
     for fixed in (
         () if is_traced else watch.find_fixed_axes(module, *binding.pack(rows), shapes, free)
     ):
+        # Axis 0 is the batch. Without its entry it is free, or it has the size of the trace.
+        other = f" Or remove the axis from `export.dynamic.{fixed.name}`." if fixed.axis else ""
         return UserError(
             f"the module fixes axis {fixed.axis} of {fixed.name} "
             f"({free[fixed.name][fixed.axis]}) at {fixed.size}",
             where="export.dynamic",
             why=fixed.place,
             remedy="Replace the code that depends on this size: a loop over the axis, "
-            "or a layer or constant of this size. "
-            f"Or remove the axis from `export.dynamic.{fixed.name}`.",
+            f"or a layer or constant of this size.{other}",
         )
     return UserError(
         "torch.onnx.export cannot export the module",
@@ -406,8 +407,8 @@ def _try_out(
             "the module refuses the samples",
             where="export",
             why=describe_error(error),
-            remedy="Check `inputs:` of the data: inputs are passed by name to the parameters of "
-            "`forward`, and to a Keras model as a dictionary.",
+            remedy="Check the types and shapes of the arrays that `inputs:` of the data maps, such "
+            "as float32 instead of float64.",
         ) from error
     values = name_outputs(answer)
     if not all(isinstance(value, torch.Tensor) for value in values.values()):

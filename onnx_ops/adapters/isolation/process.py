@@ -70,7 +70,8 @@ class IsolatedProcess:
 
     The process reads requests from standard input, and writes answers to the given descriptor. It
     must end when its standard input is closed, and should respect the memory limit. Each request
-    contains its time-out. `where` is the stage, section or target that errors show.
+    contains its time-out. `where` is the stage, section or target that errors show, and
+    `late_remedy` is the remedy for a request that takes too long.
     """
 
     copy_output: ClassVar[Callable[[bytes], object] | None] = None
@@ -79,8 +80,17 @@ class IsolatedProcess:
     The process of a stage sets this function.
     """
 
-    def __init__(self, command: Command, limits: ProcessLimits, where: str) -> None:
+    def __init__(
+        self,
+        command: Command,
+        limits: ProcessLimits,
+        where: str,
+        *,
+        late_remedy: str = "Increase `env.timeout` if the work takes that long.",
+    ) -> None:
         self._where = where
+        self._late_remedy = late_remedy
+        self._is_limited = limits.memory is not None
         self._memory = limits.memory or read_memory_bytes()
         self._scratch = Scratch()
         answers, inner = os.pipe()
@@ -187,16 +197,16 @@ class IsolatedProcess:
                 f"the process took longer than {late_after:g} s to {do} and was stopped",
                 where=self._where,
                 why=output,
-                remedy="Increase `env.timeout` if the work takes that long.",
+                remedy=self._late_remedy,
             )
+        more = "Increase `env.memory`" if self._is_limited else "Use a machine with more memory"
         how = "closed its answers" if code is None else f"ended with {describe_exit(code)}"
         raise StageError(
             f"the process {how} before it could {do}",
             where=self._where,
             why=output or "the process printed nothing",
-            remedy=f"Increase `env.memory` if the process needs more than "
-            f"{self._memory / 1e9:.1f} GB, "
-            "or set another version of a package in `env.requirements`.",
+            remedy=f"{more} if the process needs more than {self._memory / 1e9:.1f} GB, "
+            "or set another version of a package in `requirements`.",
         )
 
 

@@ -101,7 +101,7 @@ def _answer(
         failure = StageError(
             f"the process needs more memory than its limit of {limit / 1e9:.1f} GB",
             where=where,
-            remedy="Increase `env.memory` if the machine has more memory.",
+            remedy="Increase `env.memory` if it is set; otherwise use a machine with more memory.",
         )
         return {"error": failure.as_document()}
     except Exception as error:  # Frameworks raise many types of exceptions.

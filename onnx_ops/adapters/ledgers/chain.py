@@ -34,6 +34,18 @@ _REMEDY = (
     "Restore the file from a backup (entries never change), or accept a state with `onnx-ops "
     "ledger adopt ENDPOINT`; see `onnx-ops docs runbooks/ledger-damaged`."
 )
+_SIGNING_OFF = (
+    'Remove the setting `signing = "off"`, or run the command on a machine with a trusted release '
+    "key."
+)
+_NOT_ADMITTED = (
+    "Run the command on a machine with a trusted release key, or admit the key of this machine "
+    "there: `onnx-ops keys admit FILE`. `onnx-ops keys list` shows the keys."
+)
+_NOT_TRUSTED = (
+    "Run the command on a machine with a trusted release key, or copy the public key of this "
+    "machine (`onnx-ops keys public`) to the folder `release` of its trusted keys."
+)
 _UNKNOWN_KEY = (
     "If you trust the owner of the key, copy its public key to the trusted release keys; "
     "else restore the ledger from a backup: see `onnx-ops docs runbooks/ledger-damaged`."
@@ -125,6 +137,7 @@ class LedgerKeys:
             MissingKeyError: the entry grants something, and this process has no valid key, or the
                 key's service fails.
         """
+        remedy = _NOT_ADMITTED if admitted else _NOT_TRUSTED
         try:
             signer = self.signer()
             if signer is not None:
@@ -133,7 +146,10 @@ class LedgerKeys:
                 signatures = sign_bytes(PAYLOAD_TYPE, data, signer)
                 verify_bytes(PAYLOAD_TYPE, data, signatures, self._choose_verifier(admitted))
                 return signatures
-            why = "signing is off"
+            why, remedy = "signing is off", _SIGNING_OFF
+        except InvalidSignatureError as error:
+            # The remedy of this error applies to decisions, not to entries.
+            why = f"{error.what}; {error.why}"
         except OnnxOpsError as error:
             why = str(error)
         if grant:
@@ -141,9 +157,7 @@ class LedgerKeys:
                 f"this entry {grant}, and this process could not sign it with a trusted key",
                 where=where,
                 why=why,
-                remedy="Run the command on a machine with a trusted release key, or admit the key "
-                "of this machine there: `onnx-ops keys admit FILE`. `onnx-ops keys list` shows "
-                "the keys.",
+                remedy=remedy,
             )
         return ()
 

@@ -27,26 +27,15 @@ class SeenHead:
     digest: Digest
 
 
-@dataclass(frozen=True, slots=True)
-class FixedEntry:
-    """An entry that a ledger must contain, since this machine has verified it.
-
-    `path` is the file in which the entry is recorded.
-    """
-
-    digest: Digest
-    path: Path
-
-
 def require_fixed(
-    endpoint: str, fixed: Mapping[int, FixedEntry], sequence: int, digest: Digest | None
+    endpoint: str, fixed: Mapping[int, Digest], sequence: int, digest: Digest | None
 ) -> None:
     """Raise CorruptStateError if a ledger does not contain the required entry.
 
-    `digest` is the digest of the entry in the ledger; None if the ledger has no such entry.
+    `fixed` has the digests of required entries by sequence. `digest` is the digest of the entry in
+    the ledger; None if the ledger has no such entry.
     """
-    expected = fixed.get(sequence)
-    if expected is None or expected.digest == digest:
+    if fixed.get(sequence) in (None, digest):
         return
     raise CorruptStateError(
         f"the ledger lost entries: {'it ends before' if digest is None else 'it has a different'} "
@@ -55,7 +44,7 @@ def require_fixed(
         why=f"this machine has read entry {sequence} before; the storage was restored from a "
         "backup, or changed",
         remedy="If the storage was restored on purpose, accept its state with "
-        f"`onnx-ops ledger adopt {endpoint}`, or without a release key remove {expected.path}. "
+        f"`onnx-ops ledger adopt {endpoint}` on a machine with a release key. "
         "If it was not, see `onnx-ops docs runbooks/ledger-damaged`.",
     )
 
@@ -73,8 +62,8 @@ class SeenHeads:
         self._is_read_only = is_read_only
         self._known: dict[str, SeenHead | None] = {}
 
-    def list_fixed(self, endpoint: str) -> dict[int, FixedEntry]:
-        """Return the last entry that this machine has verified, by its sequence number.
+    def list_fixed(self, endpoint: str) -> dict[int, Digest]:
+        """Return the digest of the last entry that this machine has verified, by its sequence.
 
         The result is empty if no entry is recorded.
         """
@@ -83,7 +72,7 @@ class SeenHeads:
         seen = self._known[endpoint] = self._load(self._folder, endpoint)
         if seen is None:
             return {}
-        return {seen.sequence: FixedEntry(seen.digest, _format_path(self._folder, endpoint))}
+        return {seen.sequence: seen.digest}
 
     def remember(self, endpoint: str, sequence: int, digest: Digest) -> None:
         """Record the verified head of a ledger, unless this or a later head is recorded."""

@@ -211,7 +211,8 @@ class RevisionCounters:
             labels_key = "select" if settings.origin_select is None else "origin_select"
             raise self._fail(
                 f"Prometheus has no series {settings.origin} with the labels of `{labels_key}`",
-                remedy="Set `origin` and `origin_select` to a series of the same targets.",
+                remedy="Check that the targets are scraped, and set `origin` and `origin_select` "
+                "to a series of these targets.",
             )
         counter = settings.errors.counter
         if counter is not None and not marked.get(_KNOWN):

@@ -243,7 +243,8 @@ class BatchReader:
         self._batches = count // self._size if fixed else -(-count // self._size)
         if not self._batches:
             what = f"{count} calibration rows do not fill one batch of {self._size} rows"
-            raise UserError(what, where=where, remedy="Raise `samples`.")
+            remedy = f"Raise `samples`, or use a data set with at least {self._size} rows."
+            raise UserError(what, where=where, remedy=remedy)
         self._queue: Iterator[int] = iter(range(self._batches))
 
     def __len__(self) -> int:

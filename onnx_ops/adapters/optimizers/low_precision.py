@@ -294,7 +294,19 @@ def _round_as_numpy_does(derived: Any, source: Any, section: Quantize) -> int:
             raise UserError(
                 f"weight {name} has values beyond 65504, the largest float16 value",
                 where=f"variant {section.name}",
-                remedy="Exclude the node that uses this weight (`exclude`).",
+                remedy=_explain_exclusion(name, source),
             )
         tensor.CopyFrom(numpy_helper.from_array(rounded, tensor.name))
     return len(halves)
+
+
+def _explain_exclusion(weight: str, source: Any) -> str:
+    """Return the remedy that keeps a weight in float32.
+
+    The converter also converts the weight of a Constant node if only the nodes that use it are
+    excluded.
+    """
+    nodes = [node for node in source.graph.node if weight in (*node.input, *node.output)]
+    if nodes and all(node.name for node in nodes):
+        return f"Add {', '.join(node.name for node in nodes)} to `exclude`."
+    return "Give each node that holds or uses this weight a name, and add the names to `exclude`."

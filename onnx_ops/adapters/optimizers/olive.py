@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -150,6 +150,7 @@ class OliveOptimizer(Optimizer):
         trace_nodes(section.exclude, source, source)
         config: Any = section.options[CONFIG]
         entries = list(_passes(config["passes"]))
+        types = [str(entry["type"]) for entry in entries]
         reads_data = any(path[-1] == "data_config" and value for path, value in _walk(entries))
         if reads_data and request.calibration is None:
             raise UserError(
@@ -178,12 +179,22 @@ class OliveOptimizer(Optimizer):
             raise UserError(
                 f"Olive quantized {', '.join(quantized)}, which `exclude` names",
                 where=f"variant {section.name}",
-                remedy="Olive's preparation fuses and renames nodes: set quant_preprocess: false, "
-                "or leave these nodes out of `exclude`.",
+                remedy=_explain_exclusion(types),
             )
+        return (f"Olive {version('olive-ai')}: {', '.join(types)}",)
+
+
+def _explain_exclusion(types: Collection[str]) -> str:
+    """Return the remedy for excluded nodes that passes of these types have quantized."""
+    if set(_EXCLUDING).isdisjoint(types):
         return (
-            f"Olive {version('olive-ai')}: {', '.join(str(entry['type']) for entry in entries)}",
+            f"Passes of type {', '.join(types)} do not receive `exclude`: set their own option for "
+            "excluded nodes."
         )
+    return (
+        "Olive's preparation fuses and renames nodes: set quant_preprocess: false, "
+        "or leave these nodes out of `exclude`."
+    )
 
 
 def _used(config: Any, where: str) -> Mapping[str, Json]:
@@ -340,8 +351,8 @@ def _run(workflow: Mapping[str, Any], variant: str) -> Path:
     """
     where = f"variant {variant}"
     remedy = (
-        "Try the configuration with `olive run`, or name the packages of its passes in "
-        "`env.requirements`."
+        "If the passes need other packages, add these packages to the default requirements: "
+        f"set `env.requirements` to [{', '.join(OliveOptimizer.requirements)}, PACKAGE]."
     )
     with _warnings() as messages:
         try:

@@ -424,7 +424,12 @@ class MlflowRegistry:
                 if error.error_code != _EXISTS or experiment is None:
                     raise
         if experiment.lifecycle_stage != "active":
-            remedy = f"Run `mlflow experiments restore --experiment-id {experiment.experiment_id}`."
+            uri = self._mlflow.shown
+            password = "" if uri == self._mlflow.uri else " Replace *** by the password."
+            remedy = (
+                f"Run `MLFLOW_TRACKING_URI={shlex.quote(uri)} mlflow experiments restore "
+                f"--experiment-id {experiment.experiment_id}`.{password}"
+            )
             raise UserError(
                 "the experiment was deleted in MLflow", where=f"experiment {name}", remedy=remedy
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.webhook import Webhook, WebhookEvent, WebhookEventStr
 
+DEFAULT_NAME = "onnx-ops"
 TEST_DELIVERIES = 4
 
 _READS = 8
@@ -26,7 +28,8 @@ Some of these requests fail if the workers of MLflow's server have different enc
 KEY_REMEDY = (
     "Start every worker of MLflow's server with the same MLFLOW_WEBHOOK_SECRET_ENCRYPTION_KEY (a "
     "Fernet key). Webhooks stored under another key cannot be read: restore the old key, "
-    "or delete the rows of table `webhooks`."
+    "or delete the rows of table `webhooks` that were stored under the other key. "
+    "Then run `onnx-ops webhooks install --url URL`."
 )
 _SERVER_HINTS = (
     (
@@ -63,12 +66,12 @@ Errors of this machine's connection to MLflow's server have the same texts.
 
 _SERVER_ERROR = 500
 _STATUS_HINTS = {
-    401: "The receiver has a different secret: run `onnx-ops webhooks install --url URL` on the "
-    "receiver's machine.",
+    401: "The receiver has a different secret: run `{install}` on the receiver's machine.",
     400: "Compare the clocks of MLflow's server and of the receiver, which must agree within "
     "minutes.",
     404: "Another program listens at the address, or the path does not end in /webhooks/mlflow.",
 }
+"""Remedies by the status with which the receiver answers; `{install}` is a command."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +107,7 @@ class MlflowWebhooks:
         MissingPackageError: MLflow is not installed.
     """
 
-    def __init__(self, tracking_uri: str, name: str = "onnx-ops") -> None:
+    def __init__(self, tracking_uri: str, name: str = DEFAULT_NAME) -> None:
         self._mlflow = MlflowConnection(tracking_uri)
         self._name = name
         if self._mlflow.is_database:
@@ -165,12 +168,12 @@ class MlflowWebhooks:
                 raise NotFoundError(
                     "no webhook is installed",
                     where=f"{self._mlflow.shown}, {self._name}",
-                    remedy="Run `onnx-ops webhooks install --url URL`; "
+                    remedy=f"Run `{self._install_command('URL')}`; "
                     "without a webhook the reconciler polls.",
                 )
             url = webhooks[0].url
             if faults := _find_faults(webhooks[0], url):
-                remedy = f"Run `onnx-ops webhooks install --url {url}`."
+                remedy = f"Run `{self._install_command(url)}`."
                 problem = f"wrong settings: {', '.join(faults)}"
                 return WebhookReport(name=self._name, url=url, problem=problem, remedy=remedy)
             return self._test(client, ())
@@ -205,12 +208,19 @@ class MlflowWebhooks:
                 if status is not None:
                     details = quoted(text) if text.strip() else ""
                     reason = f"the receiver returned status {status} {details}".rstrip()
-                    remedy = _STATUS_HINTS.get(status, "")
+                    remedy = _STATUS_HINTS.get(status, "").format(
+                        install=self._install_command(webhook.url)
+                    )
                 problem = f"a test delivery failed: {reason}"
                 return replace(
                     report, tests=number + 1, arrived=number, problem=problem, remedy=remedy
                 )
         return replace(report, tests=TEST_DELIVERIES, arrived=TEST_DELIVERIES)
+
+    def _install_command(self, url: str) -> str:
+        """Return the command that installs this webhook, with its name if it is not the default."""
+        name = "" if self._name == DEFAULT_NAME else f" --name {shlex.quote(self._name)}"
+        return f"onnx-ops webhooks install --url {shlex.quote(url)}{name}"
 
     def _webhooks(self, client: MlflowClient) -> list[Webhook]:
         """Return the webhooks with this name, oldest first."""

@@ -46,9 +46,7 @@ _REMEDIES = {
 }
 """Remedies of known errors of ONNX Runtime, by a part of the error's text."""
 
-_ANY_REMEDY = (
-    "The cause is quoted from ONNX Runtime. Inspect the model file with `onnx-ops inspect {model}`."
-)
+_ANY_REMEDY = "The cause is quoted from ONNX Runtime. Inspect the model: `onnx-ops inspect FILE`."
 
 _QUIET = 4
 """Log level for fatal messages only.
@@ -185,7 +183,7 @@ def convert_runtime_errors(model: Path) -> Iterator[None]:
             "ONNX Runtime cannot run the model",
             where=model.name,
             why=why,
-            remedy=remedy.format(model=model.name),
+            remedy=remedy,
         ) from error
 
 
@@ -269,7 +267,10 @@ def register_plugin(provider: Provider, target: Target) -> None:
         library = Path(importlib.import_module(provider.package).get_library_path())
     except ModuleNotFoundError as error:
         package = provider.package.replace("_", "-")
-        remedy = f"Run `pip install {package}` on a machine with the target's hardware."
+        remedy = (
+            f"Run `pip install {package}` on a machine with the target's hardware. If the target "
+            f"has a separate environment, add {package}==VERSION to `env.requirements` instead."
+        )
         raise MeasurementError(
             f"package {provider.package} is not installed", where=where, remedy=remedy
         ) from error

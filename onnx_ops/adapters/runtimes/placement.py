@@ -212,8 +212,8 @@ class GuardedRuntime(OnnxRuntime):
         except ProcessCrashError as crash:
             what = "ONNX Runtime crashed"
             remedy = (
-                "Export the model with other operators or shapes, "
-                "or set a lower `graph_level` in the target."
+                "Export the model with other operators or shapes, set a lower "
+                "`session.graph_level` in the target, or use a machine with more memory."
             )
             if crash.timed_out:
                 what, remedy = (

@@ -26,11 +26,17 @@ def read_key(path: Path) -> EcdsaSigner:
         remedy = f"Run `chmod 600 {path}`; create a new key if other users had access to this key"
         pem = read_private(path, "the signing key", remedy=remedy).encode()
     except OSError as error:
+        is_missing = isinstance(error, FileNotFoundError)
+        first = (
+            "Create a key with `onnx-ops keys new`"
+            if is_missing
+            else "Make the file readable for this user"
+        )
         raise NotFoundError(
             "the signing key cannot be read",
             where=str(path),
             why=error.strerror or "",
-            remedy="Create a key with `onnx-ops keys new`, or correct the setting `signing_key`",
+            remedy=f"{first}, or correct the setting `signing_key`",
         ) from error
     return EcdsaSigner(pem, str(path))
 

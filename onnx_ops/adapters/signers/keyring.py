@@ -13,6 +13,13 @@ from onnx_ops.errors import NotFoundError, RefusedError, UserError
 from onnx_ops.ports import Signer
 from onnx_ops.scratch import write_durably
 
+_REPLACE_REMOTE = (
+    "Create a new key in the service or variable. Save its public key: "
+    "`ONNX_OPS_SIGNER=NEW onnx-ops keys public > new.pub.pem`. Run `onnx-ops keys admit "
+    "new.pub.pem` with the old key, and copy the file to the folder `gate` of the trusted keys. "
+    "Then set `signer` to the new key: see `onnx-ops docs keys`."
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownKey:
@@ -138,12 +145,8 @@ class Keyring:
             InfrastructureError: the new key cannot be written.
         """
         if self._remote is not None:
-            remedy = (
-                "Create a new key in the service or variable, change the setting `signer`, and "
-                "trust the public key (`onnx-ops keys public`)."
-            )
             what = "onnx-ops can replace a signing key only in a file"
-            raise UserError(what, where="signer", remedy=remedy)
+            raise UserError(what, where="signer", remedy=_REPLACE_REMOTE)
         old = read_key(self._signing)
         following = self._signing.with_name(f"{self._signing.stem}.next.pem")
         new = create_key(following)
@@ -182,11 +185,10 @@ class Keyring:
         """Raise RefusedError if the key is this machine's signing key."""
         if known.signs:
             what = f"this machine signs with key {short_digest(known.key)}"
-            raise RefusedError(
-                what,
-                where=str(self._signing),
-                remedy="Replace that key first: `onnx-ops keys rotate`.",
-            )
+            where, remedy = str(self._signing), "Replace that key first: `onnx-ops keys rotate`."
+            if self._remote is not None:
+                where, remedy = "signer", _REPLACE_REMOTE
+            raise RefusedError(what, where=where, remedy=remedy)
 
     def retire(self, known: KnownKey) -> tuple[Path, ...]:
         """Stop trusting a key; return its renamed files, which remain as a record.

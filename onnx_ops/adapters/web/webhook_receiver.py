@@ -115,14 +115,15 @@ def read_secret(path: Path, environ: Mapping[str, str]) -> str:
     secret, where = environ.get(VARIABLE), VARIABLE
     if secret is None:
         remedy = (
-            "Delete this file, and create a new secret with `onnx-ops webhooks install --url URL`; "
-            f"or run `chmod 600 {path}`."
+            f"Run `chmod 600 {path}`. If other users had access to the secret, delete the file "
+            "and run `onnx-ops webhooks install --url URL`."
         )
         try:
             secret, where = read_private(path, "the webhook secret", remedy=remedy), str(path)
         except FileNotFoundError as error:
             remedy = (
-                f"Run `onnx-ops webhooks install --url URL` to create a secret, or set {VARIABLE}."
+                f"Set {VARIABLE} to a secret of at least {_SHORTEST_SECRET} characters. "
+                "With an MLflow server, `onnx-ops webhooks install --url URL` creates one."
             )
             raise NotFoundError(
                 "there is no webhook secret", where=str(path), remedy=remedy

@@ -241,11 +241,13 @@ class NodeRuntime(Runtime):
                 remedy="Leave out `isolated`, `python` and `memory`.",
             )
         requirements = target.env.requirements or own
-        if self._library(target) not in parse_pins(requirements):
+        pins = parse_pins(requirements)
+        if self._library(target) not in pins:
+            missing = [f"{name}@{pin}" for name, pin in parse_pins(own).items() if name not in pins]
             raise UserError(
                 f"the environment lacks {self._library(target)}",
                 where=f"target {target.name}: env.requirements",
-                remedy=f"Add the package with its version, such as `{own[0]}`.",
+                remedy=f"Add each package with its version, such as {', '.join(missing)}.",
             )
         return requirements
 
