@@ -5,6 +5,8 @@ Changed data are refused with the name of the file.
 
 from __future__ import annotations
 
+import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from onnx_ops.errors import (
     NotFoundError,
     OnnxOpsError,
     RefusedError,
+    ServiceUnavailableError,
     UserError,
 )
 from onnx_ops.testing.data import DataSourceSuite
@@ -83,6 +86,16 @@ def test_load_dvc_folder_or_missing_file_in_folder_raises_not_found_error(
         reads.load(section("data/many/c.npz"), repository.root)
 
 
+def test_load_dvc_folder_of_project_in_subfolder_suggests_path_relative_to_repo(
+    repository: Repository, reads: DvcSource
+) -> None:
+    add_two_files(repository)
+    with pytest.raises(NotFoundError, match=r"to one file, such as many/a\.npz\.") as caught:
+        reads.load(section("many"), repository.root / "data")
+    assert caught.value.where == "data/many.dvc"
+    assert first(reads.load(section("many/a.npz"), repository.root / "data")) == expected(3)
+
+
 def test_load_csv_through_dvc_pointer_returns_its_columns(
     repository: Repository, reads: DvcSource
 ) -> None:
@@ -109,6 +122,17 @@ def test_load_dvc_stage_output_verifies_committed_entry_of_dvc_lock(
     with pytest.raises(DigestMismatchError, match=r"pointer of made/a\.npz was changed") as caught:
         reads.load(section("made/a.npz"), repository.root)
     assert caught.value.where == "dvc.lock"
+
+
+def test_load_dvc_stage_output_without_entry_in_dvc_lock_raises_refused_error(
+    repository: Repository, reads: DvcSource
+) -> None:
+    repository.write("dvc.yaml", "stages:\n  make:\n    cmd: x\n    outs: [made.npz]\n")
+    repository.commit()
+    with pytest.raises(RefusedError, match=r"has no MD5 for made\.npz") as caught:
+        reads.load(section("made.npz"), repository.root)
+    assert "dvc.lock" in caught.value.why
+    assert "dvc repro" in caught.value.remedy
 
 
 def test_load_with_pointer_of_older_dvc_release_reads_its_cache(
@@ -171,6 +195,48 @@ def test_dvc_origin_after_push_to_bare_repository_has_md5_of_new_data(
     assert reads.origin(section(repo=bare.as_uri()), repository.root)["md5"] == md5(archive(5))
 
 
+def test_dvc_fingerprint_of_branch_at_origin_only_equals_fingerprint_of_branch(
+    repository: Repository, reads: DvcSource
+) -> None:
+    repository.git("branch", "topic", "v1")
+    clone = repository.root.parent / "clone"
+    repository.git("clone", "--quiet", str(repository.root), str(clone))
+    before = reads.fingerprint(section(rev="topic"), repository.root)
+    assert reads.fingerprint(section(rev="topic"), clone) == before
+    assert reads.fingerprint(section(), clone) != before
+
+
+@pytest.mark.parametrize("rev", ["v9", ""])
+def test_dvc_fingerprint_of_missing_revision_of_url_suggests_to_list_its_branches(
+    repository: Repository, reads: DvcSource, rev: str
+) -> None:
+    repository.git("symbolic-ref", "HEAD", "refs/heads/gone")
+    url = repository.root.as_uri()
+    with pytest.raises(NotFoundError) as caught:
+        reads.fingerprint(section(repo=url, rev=rev), repository.root)
+    assert caught.value.where == url
+    assert f"`git ls-remote --heads --tags {url}`" in caught.value.remedy
+
+
+def test_dvc_fingerprint_after_killed_fetch_suggests_to_delete_local_copy(
+    repository: Repository, reads: DvcSource
+) -> None:
+    url = repository.root.as_uri()
+    assert reads.fingerprint(section(repo=url), repository.root)
+    (mirror,) = (head.parent for head in reads.repositories.glob("*/HEAD"))
+    (mirror / "packed-refs.lock").touch()
+    (mirror / "refs/heads").mkdir(exist_ok=True)
+    (mirror / "refs/heads/main.lock").touch()
+    repository.commit("v3")
+    with pytest.raises(ServiceUnavailableError) as caught:
+        reads.fingerprint(section(repo=url), repository.root)
+    assert f"`git ls-remote {url}`" in caught.value.remedy
+    assert f"delete {mirror}:" in caught.value.remedy
+    shutil.rmtree(mirror)
+    commit = reads.origin(section(repo=url), repository.root)["commit"]
+    assert commit == repository.git("rev-parse", "v3")
+
+
 def test_dvc_fingerprint_after_removal_of_repository_requires_cached_commit(
     repository: Repository, reads: DvcSource
 ) -> None:
@@ -218,6 +284,28 @@ def test_dvc_fingerprint_outside_git_repository_or_of_other_source_raises_error(
         reads.fingerprint(section(), tmp_path / "plain")
     with pytest.raises(UserError):
         reads.fingerprint(FileData(file="x", inputs={"x": "x"}), repository.root)
+
+
+def test_dvc_fingerprint_in_repository_of_other_owner_suggests_safe_directory(
+    repository: Repository, reads: DvcSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+    monkeypatch.setenv("GIT_CONFIG_SYSTEM", os.devnull)
+    with pytest.raises(NotFoundError, match="has another owner") as caught:
+        reads.fingerprint(section("train.npz"), repository.root / "data")
+    command = f"git config --global --add safe.directory {repository.root}"
+    assert caught.value.remedy == f"Run `{command}`."
+
+
+def test_dvc_fingerprint_with_dvc_folder_below_top_of_repository_raises_not_found_error(
+    repository: Repository, reads: DvcSource
+) -> None:
+    repository.git("mv", ".dvc", "data/.dvc")
+    repository.commit()
+    with pytest.raises(NotFoundError, match="does not use DVC") as caught:
+        reads.fingerprint(section(repo="data", path="train.npz"), repository.root)
+    assert "git's top folder" in caught.value.remedy
 
 
 def test_list_dependencies_of_checked_out_data_returns_dvc_pointers(reads: DvcSource) -> None:
@@ -324,7 +412,7 @@ def test_load_with_uncommitted_dvc_pointer_raises_digest_mismatch_error(
         assert caught.value.where == "data/train.npz.dvc"
         assert md5(archive(5)) in caught.value.why
         assert md5(archive(1)) in caught.value.why
-        assert "git checkout" in caught.value.remedy
+        assert "checkout HEAD -- data/train.npz.dvc`" in caught.value.remedy
     assert first(reads.load(section(rev="v1"), repository.root)) == expected(0), (
         "only a commit that is checked out is compared with the working tree"
     )

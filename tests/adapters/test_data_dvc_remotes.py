@@ -132,7 +132,35 @@ def test_load_of_tampered_dvc_remote_object_raises_digest_mismatch_error(
     assert error.where.endswith(str(pushed.stored(oid)))
     assert md5(archive(7)) in error.why
     assert f"data/train.npz.dvc requires {oid}" in error.why
-    assert "dvc push" in error.remedy
+    assert "Delete that object. Run `dvc push` with commit" in error.remedy
+
+
+def test_load_of_missing_or_tampered_file_of_dvc_folder_suggests_push_without_list(
+    pushed: Repository, reads: DvcSource
+) -> None:
+    """DVC pushes the missing files of a folder only if the remote lacks the list of the folder."""
+    (listing,) = pushed.remote.rglob("*.dir")
+    commit = pushed.git("rev-parse", "HEAD")[:12]
+    advice = (
+        f"Delete the object {listing.parent.name}/{listing.name} in the remote: without this list "
+        "of the folder, DVC checks each file. Run `dvc push --remote store` with commit "
+        f"{commit} checked out"
+    )
+    file = pushed.stored(md5(archive(2)))
+    file.chmod(0o644)
+    file.write_bytes(archive(7))
+    with pytest.raises(DigestMismatchError) as mismatch:
+        reads.load(section("data/many/a.npz", remote="store"), pushed.root)
+    assert f"Delete that object. {advice}" in mismatch.value.remedy
+    file.unlink()
+    with pytest.raises(NotFoundError) as missing:
+        reads.load(section("data/many/a.npz", remote="store"), pushed.root)
+    assert missing.value.remedy.startswith(advice)
+    listing.unlink()
+    commands = (("commit", "-q", "-f", "data/many.dvc"), ("push", "-q", "--remote", "store"))
+    dvc(pushed, reads.environments, *commands)
+    empty_cache(pushed)
+    assert first(reads.load(section("data/many/a.npz"), pushed.root)) == expected(2)
 
 
 def test_load_with_dvc_pointer_to_missing_object_raises_not_found_error(
@@ -149,12 +177,26 @@ def test_load_with_dvc_pointer_to_missing_object_raises_not_found_error(
     assert md5(archive(8)) in caught.value.why
 
 
+def test_load_of_unreadable_dvc_remote_object_suggests_credentials_that_dvc_reads(
+    pushed: Repository, reads: DvcSource
+) -> None:
+    """A repository with a URL is read from a bare copy, which has no `.dvc/config.local`."""
+    stored = pushed.stored(md5(archive(1)))
+    stored.unlink()
+    stored.symlink_to(stored)
+    for repo, advice in ((".", ".dvc/config.local"), (pushed.root.as_uri(), "--global")):
+        with pytest.raises(ServiceUnavailableError, match="remote cannot be read") as caught:
+            reads.load(section(PATH, repo=repo), pushed.root)
+        assert advice in caught.value.remedy
+
+
 def test_load_with_unusable_dvc_remote_raises_error_with_its_cause(
     pushed: Repository, reads: DvcSource
 ) -> None:
     with pytest.raises(UserError, match="remote cannot be used") as caught:
         reads.load(section(PATH, remote="stroe"), pushed.root)
     assert caught.value.where == "DVC remote stroe"
+    assert "`dvc remote add -d NAME URL`" in caught.value.remedy
     with (pushed.root / ".dvc/config").open("a") as stream:
         stream.write("['remote \"far\"']\n    url = s3://bucket/x\n")
         stream.write("['remote \"kept\"']\n    url = /nowhere\n    version_aware = true\n")

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from onnx_ops.adapters.data.file import FileSource
+from onnx_ops.adapters.data.file import FileSource, read_arrays
 from onnx_ops.adapters.data.sklearn import SklearnSource
 from onnx_ops.domain.pipeline import FileData, SklearnData
 from onnx_ops.errors import (
@@ -364,6 +364,27 @@ def test_file_fingerprint_with_unusable_path_raises_error(tmp_path: Path) -> Non
     for file in ("circle.npz", "zero\0byte.npz", "long" * 2000):
         with pytest.raises((NotFoundError, RefusedError)):
             FileSource().fingerprint(section(file), tmp_path)
+
+
+def test_load_missing_file_beside_dvc_pointer_suggests_pull_of_its_path(tmp_path: Path) -> None:
+    pointer = tmp_path / "data sets/a.npz.dvc"
+    pointer.parent.mkdir()
+    pointer.touch()
+    with pytest.raises(NotFoundError) as caught:
+        FileSource().load(section("data sets/a.npz"), tmp_path)
+    assert f"`dvc pull '{pointer}'`" in caught.value.remedy
+
+
+def test_load_git_lfs_pointer_suggests_install_and_pull_or_address_of_content(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "d.npz").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    with pytest.raises(UserError, match="pointer of Git LFS") as caught:
+        FileSource().load(section("d.npz"), tmp_path)
+    assert caught.value.remedy == "Run `git lfs install`, then `git lfs pull`."
+    with pytest.raises(UserError, match="pointer of Git LFS") as caught:
+        read_arrays(tmp_path / "d.npz", where="https://example.org/d.npz#sha256=00")
+    assert "Pin the address of the content" in caught.value.remedy
 
 
 def test_load_sklearn_split_without_row_of_each_class_raises_user_error(tmp_path: Path) -> None:

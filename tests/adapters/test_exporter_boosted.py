@@ -99,6 +99,7 @@ def test_export_of_raw_booster_raises_user_error_with_remedy(tmp_path: Path, pac
     with pytest.raises(UserError, match="Booster") as refused:
         export(EXPORTERS[package], booster, {"x": rows}, tmp_path / "m.onnx", SECTION)
     assert "Classifier" in refused.value.remedy
+    assert "joblib.dump" in refused.value.remedy
 
 
 @pytest.mark.parametrize(

@@ -177,8 +177,8 @@ def test_quiet_context_silences_loggers_and_restores_their_levels(
 def test_torch_exporter_with_unsupported_model_or_rows_raises_error_with_cause(
     modules: Any, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match=r"not a torch\.nn\.Module"):
-        export("a string", images(4), tmp_path / "m.onnx")
+    with pytest.raises(UserError, match=r"dict is not a torch\.nn\.Module.*not its state_dict"):
+        export({"weight": 1}, images(4), tmp_path / "m.onnx")
     with pytest.raises(UserError, match="data-dependent") as caught:
         export(modules.Guarded(), images(4), tmp_path / "m.onnx")
     assert "torch.onnx.export" in str(caught.value)

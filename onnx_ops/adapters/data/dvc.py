@@ -12,6 +12,7 @@ import json
 import os
 import posixpath
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
@@ -87,7 +88,6 @@ _LATE_REMEDY = (
     "Check the connection to the repository and to the DVC remote. In a checkout, "
     "`dvc fetch` downloads the data into DVC's cache without this limit."
 )
-_RESTORE = "Restore the pointer with `git checkout`, or recreate it with `dvc add`, and commit."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +143,7 @@ class _TrackedFile:
     """A tracked file at a commit.
 
     `folder` is where git runs; it is a bare copy unless `is_checkout`. `path` is relative to the
-    top of the repository.
+    top of the repository. `inner` is the path of `folder` below this top.
     """
 
     options: DvcOptions
@@ -151,6 +151,7 @@ class _TrackedFile:
     is_checkout: bool
     commit: str
     path: str
+    inner: str
     pointer: DvcPointer
 
 
@@ -247,10 +248,10 @@ class DvcSource(DataSource):
 
     def _find(self, section: DataSection, root: Path) -> _TrackedFile:
         options = _read_options(section)
-        folder, inner = root / options.repo, ""
+        folder, inner = root / options.repo, "."
         if options.is_url:
             folder = self._refresh_mirror(options)
-        commit = _find_commit(folder, options.rev, options.repo if options.is_url else str(folder))
+        commit = _find_commit(folder, options.rev, options.repo if options.is_url else "")
         top = _git(folder, "rev-parse", "--show-toplevel")
         if is_checkout := not (options.is_url or top.returncode):
             inner = folder.resolve().relative_to(Path(_text(top)).resolve()).as_posix()
@@ -262,9 +263,10 @@ class DvcSource(DataSource):
             is_checkout=is_checkout,
             commit=commit,
             path=path,
+            inner=inner,
             pointer=pointer,
         )
-        if is_checkout and commit == _find_commit(folder, "", str(folder)):
+        if is_checkout and commit == _find_commit(folder, ""):
             self._check_checkout(tracked, Path(_text(top)))
         if options.md5 and options.md5 != pointer.md5:
             raise DigestMismatchError(
@@ -312,9 +314,11 @@ class DvcSource(DataSource):
             raise RefusedError(
                 f"the DVC pointer has no MD5 for {pointer.out}",
                 where=pointer.file,
-                why="the remote uses cloud versioning, or DVC does not store the file",
-                remedy="Data without an MD5 cannot be checked. Run `dvc add` with a remote that is "
-                "neither `version_aware` nor `worktree`.",
+                why="`dvc.lock` has no entry for it, the remote uses cloud versioning, or an "
+                "import was not downloaded",
+                remedy="For a stage output, run `dvc repro` and commit `dvc.lock`. For an import, "
+                "run `dvc update` and commit the pointer. Otherwise turn off `version_aware` and "
+                "`worktree` of the remote, run `dvc add`, commit the pointer, and run `dvc push`.",
             )
         if not _MD5.fullmatch(pointer.md5):
             raise _wrong_pointer(pointer, f"{pointer.md5!r} is not an MD5")
@@ -352,8 +356,8 @@ class DvcSource(DataSource):
                 where=file,
                 why=f"the checkout names {stated}; the commit names {tracked.pointer.md5} "
                 f"({tracked.pointer.size} bytes)",
-                remedy="Commit the change and update `rev` if it is set, or restore the pointer "
-                "with `git checkout`.",
+                remedy="Commit the change and update `rev` if it is set. Or restore the pointer "
+                f"with `git -C {shlex.quote(str(top))} checkout HEAD -- {shlex.quote(file)}`.",
             )
 
     def _copy_object(self, tracked: _TrackedFile, md5: str, scratch: Path) -> tuple[Path, str]:
@@ -398,11 +402,11 @@ class DvcSource(DataSource):
                 f"DVC has no copy of {pointer.out}",
                 where=pointer.file,
                 why=f"neither the cache nor the remote has {md5}: {answer['place']}",
-                remedy="Run `dvc push` on the machine that added the data. DVC does not push "
-                "imported data: set `repo` to the repository that it comes from. If no copy "
-                "exists, check whether the pointer was edited manually.",
+                remedy=f"{_advise_push(tracked, md5)}, on the machine that added the data. DVC "
+                "does not push imported data: set `repo` to the repository that it comes from. If "
+                "no copy exists, check whether the pointer was edited manually.",
             )
-        remedy = "Delete that object, then run `dvc push` from a checkout with an undamaged cache"
+        remedy = f"Delete that object. {_advise_push(tracked, md5)} and with an undamaged cache"
         _check_object(copy, pointer, "object in the DVC remote", answer["place"], remedy)
         return copy, str(answer["place"])
 
@@ -451,8 +455,9 @@ class DvcSource(DataSource):
                 "git could not clone or update the repository",
                 where=options.repo,
                 why=_last_error(done),
-                remedy="Try `git ls-remote URL`. Git's own credential helpers and SSH keys are "
-                "used, without prompts.",
+                remedy=f"Try `git ls-remote {shlex.quote(options.repo)}`. Git's own credential "
+                "helpers and SSH keys are used, without prompts. If it works, delete "
+                f"{mirror}: it is cloned again.",
             )
         return mirror
 
@@ -507,18 +512,41 @@ def _find_in_folder(tracked: _TrackedFile, listing: Path, place: str) -> str:
         )
     below = tracked.path[len(pointer.out) + 1 :]
     if below not in files:
+        example = f"{pointer.out}/{min(files, default='FILE')}"
         raise NotFoundError(
             f"{pointer.out} has no file {below}" if below else f"{pointer.out} is a folder",
             where=pointer.file,
             why=f"the folder contains {', '.join(sorted(files)[:8])}",
-            remedy=f"Set `path` to one file, such as {pointer.out}/{min(files, default='FILE')}.",
+            remedy=f"Set `path` to one file, such as {posixpath.relpath(example, tracked.inner)}.",
         )
     return files[below]
 
 
+def _advise_push(tracked: _TrackedFile, md5: str) -> str:
+    """Return the part of a remedy that uploads an object which the remote lacks.
+
+    If the remote has the list of a folder, `dvc push` assumes that it has the folder's files too.
+    """
+    folder, remote = str(tracked.pointer.md5), tracked.options.remote
+    first = (
+        f"Delete the object {folder[:2]}/{folder[2:]} in the remote: without this list of the "
+        "folder, DVC checks each file. "
+    )
+    command = f"dvc push --remote {shlex.quote(remote)}" if remote else "dvc push"
+    return (
+        f"{first if md5 != folder else ''}Run `{command}` with commit {tracked.commit[:12]} "
+        "checked out"
+    )
+
+
 def _wrong_pointer(pointer: DvcPointer, why: str) -> DigestMismatchError:
     return DigestMismatchError(
-        "the DVC pointer is not valid", where=pointer.file, why=why, remedy=_RESTORE
+        "the DVC pointer is not valid",
+        where=pointer.file,
+        why=why,
+        remedy="Restore an earlier version of the pointer with `git checkout COMMIT -- FILE`, or "
+        "recreate it with `dvc add` (`dvc.lock`: `dvc repro`). Then commit, and update `rev` if it "
+        "is set.",
     )
 
 
@@ -562,10 +590,11 @@ def _copy_cached(source: Path, copy: Path) -> bool:
     return True
 
 
-def _find_commit(folder: Path, rev: str, place: str) -> str:
+def _find_commit(folder: Path, rev: str, url: str = "") -> str:
     """Return the commit that a tag, branch or hash names.
 
-    An empty `rev` names the commit of the checkout.
+    An empty `rev` names the commit of the checkout. A branch can exist only at `origin`, as in a
+    new clone. `url` is the URL of the repository of which `folder` is a copy.
 
     Raises:
         NotFoundError: `folder` is not a git repository, or has no such revision.
@@ -573,35 +602,43 @@ def _find_commit(folder: Path, rev: str, place: str) -> str:
     """
     repository = _git(folder, "rev-parse", "--git-dir")
     if repository.returncode:
+        why = _last_error(repository)
         remedy = (
             "Set `repo` to a folder of a checkout, relative to the project's root, or to a URL."
         )
+        if why.startswith("git config "):
+            # For a repository of another owner, git's last line is the command that permits it.
+            why, remedy = "the repository has another owner", f"Run `{why}`."
         raise NotFoundError(
-            "git cannot open the repository",
-            where=place,
-            why=_last_error(repository),
-            remedy=remedy,
+            "git cannot open the repository", where=url or str(folder), why=why, remedy=remedy
         )
-    done = _git(
-        folder,
-        "rev-parse",
-        "--verify",
-        "--quiet",
-        "--end-of-options",
-        f"{rev or 'HEAD'}^{{commit}}",
+    for name in (rev, f"refs/remotes/origin/{rev}") if rev else ("HEAD",):
+        done = _git(
+            folder, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}"
+        )
+        if not done.returncode:
+            return _text(done)
+    raise _missing_revision(folder, rev, url)
+
+
+def _missing_revision(folder: Path, rev: str, url: str) -> NotFoundError:
+    listed = f"`git ls-remote --heads --tags {shlex.quote(url)}` lists branches and tags."
+    if not rev:
+        return NotFoundError(
+            "the default branch has no commit" if url else "nothing was committed yet",
+            where=url or str(folder),
+            remedy=f"Set `rev`: {listed}" if url else "Commit the DVC pointer, or set `rev`.",
+        )
+    return NotFoundError(
+        f"there is no revision {rev!r}",
+        where=url or str(folder),
+        why="git has no tag, branch or commit with that name",
+        remedy=f"Correct `rev`: {listed}"
+        if url
+        else "List tags and branches with `git tag` and `git branch --all`. A shallow clone lacks "
+        "most of them: run `git fetch --tags --unshallow`, or set `fetch-depth: 0` in GitHub's "
+        "checkout action.",
     )
-    if done.returncode:
-        raise NotFoundError(
-            f"there is no revision {rev!r}" if rev else "nothing was committed yet",
-            where=place,
-            why="git has no tag, branch or commit with that name" if rev else "",
-            remedy="List tags and branches with `git tag` and `git branch`. A shallow clone lacks "
-            "most of them: run `git fetch --tags --unshallow`, or set `fetch-depth: 0` in GitHub's "
-            "checkout action."
-            if rev
-            else "Commit the DVC pointer, or set `rev`.",
-        )
-    return _text(done)
 
 
 def _git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
@@ -631,4 +668,4 @@ def _text(done: subprocess.CompletedProcess[bytes]) -> str:
 
 def _last_error(done: subprocess.CompletedProcess[bytes]) -> str:
     lines = done.stderr.decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "git printed no error"
+    return lines[-1].strip() if lines else "git printed no error"

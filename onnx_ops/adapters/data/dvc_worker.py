@@ -87,8 +87,9 @@ class DvcWorker:
                 unchecked = place.worktree or place.fs.version_aware
             except (ConfigError, RemoteConfigError) as error:
                 remedy = (
-                    "Choose a remote that `dvc remote list` shows, or set the default with "
-                    "`dvc remote default NAME`."
+                    "Choose a remote that `dvc remote list` shows. Or set the default with "
+                    "`dvc remote default NAME`, or add one with `dvc remote add -d NAME URL`. If "
+                    "`repo` is a URL, commit and push `.dvc/config`, and update `rev` if it is set."
                 )
                 raise UserError(
                     "the DVC remote cannot be used", where=where, why=str(error), remedy=remedy
@@ -104,7 +105,7 @@ class DvcWorker:
                 ) from error
             except Exception as error:
                 # The client library of each cloud raises its own types of errors.
-                raise _unreachable(where, error) from error
+                raise _unreachable(where, rev, error) from error
             if unchecked:
                 raise UserError(
                     "the DVC remote does not store objects by MD5",
@@ -124,7 +125,7 @@ class DvcWorker:
             except FileNotFoundError:
                 return {"place": url, "found": False}
             except Exception as error:
-                raise _unreachable(url, error) from error
+                raise _unreachable(url, rev, error) from error
             return {"place": url, "found": True}
 
 
@@ -146,7 +147,9 @@ def _open_repository(repo: str, rev: str) -> Iterator[Any]:
         raise NotFoundError(
             "the git repository does not use DVC",
             where=repo,
-            remedy="Set `repo` to a DVC repository, or run `dvc init` in the repository.",
+            remedy="Set `repo` to a repository with `.dvc` in git's top folder; `dvc init "
+            "--subdir` is not supported. Or run `dvc init` there, add the data, and commit. Then "
+            "update `rev` if it is set.",
         ) from error
     except OutputDuplicationError as error:
         raise RefusedError(
@@ -160,8 +163,8 @@ def _open_repository(repo: str, rev: str) -> Iterator[Any]:
             "DVC cannot read the repository, its configuration or its pointers",
             where=repo if not rev else f"{repo} at {rev[:12]}",
             why=str(error),
-            remedy="Restore the damaged file with `git checkout`, or recreate a pointer with "
-            "`dvc add`, and commit.",
+            remedy="Restore an earlier version with `git checkout COMMIT -- FILE`, or recreate a "
+            "pointer with `dvc add`. Then commit, and update `rev` if it is set.",
         ) from error
 
 
@@ -175,11 +178,20 @@ def _scheme(remotes: Any, name: str) -> str:
     return ""
 
 
-def _unreachable(where: str, error: Exception) -> ServiceUnavailableError:
+def _unreachable(where: str, rev: str, error: Exception) -> ServiceUnavailableError:
+    remedy = (
+        "Try `dvc fetch` with the same environment variables: DVC reads credentials from them or "
+        "from `.dvc/config.local`."
+    )
+    if rev:  # The repository is a bare copy, without `.dvc/config.local`.
+        remedy = (
+            "Set the credentials in environment variables. Or run `dvc remote add --global NAME "
+            "URL` with the name and URL of this remote, then `dvc remote modify --global NAME "
+            "OPTION VALUE`."
+        )
     return ServiceUnavailableError(
         "the DVC remote cannot be read",
         where=where,
         why=f"{type(error).__name__}: {str(error)[:300]}",
-        remedy="Try `dvc fetch` with the same environment variables: DVC reads credentials from "
-        "them or from `.dvc/config.local`.",
+        remedy=remedy,
     )

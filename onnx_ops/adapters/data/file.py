@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -222,7 +223,12 @@ def _require_data(path: Path, where: str) -> None:
     with path.open("rb") as stream:
         head = stream.read(len(_POINTER))
     if head == _POINTER:
-        remedy = "Fetch the file with `git lfs pull`."
+        remedy = (
+            "Pin the address of the content. For GitHub, it is "
+            "`https://media.githubusercontent.com/media/OWNER/NAME/COMMIT/PATH`."
+            if is_pinned_address(where)
+            else "Run `git lfs install`, then `git lfs pull`."
+        )
         raise UserError(
             "the file is a pointer of Git LFS, not the data", where=where, remedy=remedy
         )
@@ -383,7 +389,7 @@ def _find_file(name: str, root: Path) -> Path:
             remedy = f"Did you mean {names[close[0]]!r}?"
     if os.path.isfile(f"{path}.dvc"):
         remedy = (
-            f"Fetch the file with `dvc pull {path.name}.dvc`, or read it from DVC with "
-            "`source: dvc`."
+            f"Fetch the file with `dvc pull {shlex.quote(f'{path}.dvc')}`, or read it from DVC "
+            "with `source: dvc`."
         )
     raise NotFoundError("no such file", where=str(path), remedy=remedy)

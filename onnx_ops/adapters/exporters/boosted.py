@@ -48,7 +48,8 @@ class _BoostedExporter(SklearnExporter):
             raise UserError(
                 f"a Booster of {self._package} does not record whether it is a classifier",
                 where="export",
-                remedy=f"`train.run` must return {self._native}, or a pipeline that ends in one.",
+                remedy=f"`train.run` must return {self._native}, or a pipeline that ends in one. "
+                "The file of `model:` must contain one too: `joblib.dump(estimator, FILE)`.",
             )
         with warnings.catch_warnings():
             # Warnings at the import of these packages are not about the user's model.

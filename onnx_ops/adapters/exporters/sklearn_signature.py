@@ -146,7 +146,8 @@ def _check_widths(columns: Tensors) -> None:
                 "each of several inputs must be a matrix of one column, but "
                 f"{name} has shape {array.shape}",
                 where=WHERE,
-                remedy="Name one array in `inputs:`, or remove `inputs:` for a table.",
+                remedy="Join the arrays into one matrix: `inputs: {x: '*'}`, with `columns:` in "
+                "the order of the fit.",
             )
 
 
@@ -175,8 +176,9 @@ def _check_positions(model: Any, samples: Tensors, *, ordered: bool) -> None:
             f"{name} takes {expected} column{'s' if expected > 1 else ''}; "
             f"the data has {len(samples)}",
             where=WHERE,
-            remedy="List the columns in the order of the fit in every data set, "
-            "for example `columns: [age, income]`.",
+            remedy="List the columns in the order of the fit in every data set: `columns: [FIRST, "
+            "SECOND]` for a table without `inputs`, `inputs: {FIRST: ARRAY, SECOND: ARRAY}` for "
+            "arrays.",
         )
     check_order(
         samples,

@@ -270,7 +270,9 @@ def _check_inputs(model: Any, request: ExportRequest) -> None:
         raise UserError(
             f"the SavedModel has no signature {SIGNATURE!r}, and cannot be called",
             where="export",
-            remedy="Save a signature: `tf.saved_model.save(model, folder, signatures=function)`.",
+            remedy="Save a signature: `tf.saved_model.save(model, folder, signatures=function)`. "
+            "For a module from `train.run`, decorate its `__call__` with "
+            "`@tf.function(input_signature=…)`.",
         )
     else:
         bind_call(model.__call__, names, owner="`__call__` of the module", ordered=request.ordered)

@@ -200,7 +200,10 @@ class TorchExporter(TracingExporter):
 
 def _export(torch: Any, model: object, request: ExportRequest) -> Any:
     if not isinstance(model, torch.nn.Module):
-        remedy = "`train.run` must return a module."
+        remedy = (
+            "`train.run` must return a module. The file of `model:` must contain a complete module "
+            "(`torch.save(module, FILE)`), not its state_dict."
+        )
         raise UserError(
             f"{type(model).__name__} is not a torch.nn.Module", where="export", remedy=remedy
         )
