@@ -37,7 +37,7 @@ from onnx_ops.errors import (
     UserError,
     quoted,
 )
-from onnx_ops.release.journal import Journal, list_bound_endpoints
+from onnx_ops.release.journal import Journal, list_bound_endpoints, read_readable_state
 from onnx_ops.release.promote import bind_endpoint, delete_endpoint, promote
 from onnx_ops.release.reconcile import reconcile_until_stable
 from onnx_ops.release.status import read_status
@@ -143,10 +143,13 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         """
         _check_flavor(flavor)
         if name in list_bound_endpoints(self._context):
-            raise UserError(
-                f"deployment {name} already exists",
-                remedy="Change it with `mlflow deployments update`.",
+            remedy = (
+                f"Change it with `mlflow deployments update -t {self.target_uri} --name {name} "
+                f"-m {model_uri}`."
             )
+            if read_readable_state(self._context, name).deleting:
+                remedy = f"It is being deleted: run `onnx-ops delete {name}`, then create it again."
+            raise UserError(f"deployment {name} already exists", remedy=remedy)
         model, version = self._version(model_uri)
         given = dict(config or {})
         target_name, provider = given.pop("target", ""), given.pop("provider", "local")

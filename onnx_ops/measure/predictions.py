@@ -19,6 +19,7 @@ from onnx_ops.errors import UserError
 from onnx_ops.measure.decoding import Decoder, decode_outputs
 from onnx_ops.measure.queries import prepare_grades
 from onnx_ops.measure.text_answers import is_texts, read_texts
+from onnx_ops.measure.user_functions import CUSTOM_METRIC
 from onnx_ops.measure.visual_answers import (
     find_nan,
     prepare_visual_label,
@@ -117,8 +118,19 @@ def _read_form(definition: MetricDefinition, named: Tensors) -> Prediction:
     raise UserError(
         f"no output can be read as {' or '.join(nouns)}: {shapes}",
         where=definition.label,
-        remedy=f"{definition.other_kind or 'Use a metric that fits the model.'} Or name the output "
-        "with `output:`.",
+        remedy=_suggest_output(definition, nouns),
+    )
+
+
+def _suggest_output(definition: MetricDefinition, nouns: Sequence[str]) -> str:
+    """Return the remedy for outputs that cannot be read as any of these nouns."""
+    if definition.decode:
+        return f"Return {' or '.join(nouns)} from {definition.decode}."
+    if definition.output is not None:
+        return "Name another output with `output:`, or use another metric."
+    other_kind = definition.other_kind or "Use a metric that fits the model."
+    return (
+        f"{other_kind} In a pipeline, convert the outputs with `decode: package.module:function`."
     )
 
 
@@ -452,7 +464,7 @@ def find_positive_label(definition: MetricDefinition, label: Array) -> str | int
         raise UserError(
             f"the labels have {len(known)} classes, and none is configured as positive",
             where=definition.label,
-            remedy="Name it: `positive: LABEL`.",
+            remedy=f"In a pipeline, set `positive: LABEL`. {CUSTOM_METRIC}",
         )
     positive: str | int = known[-1].item()
     return positive if label.dtype.kind == "U" else max(positive, 1)
@@ -503,6 +515,7 @@ def read_probabilities(definition: MetricDefinition, prediction: Prediction) -> 
             f"the scores of {int(wrong.sum())} of {len(scores)} rows are not probabilities, which "
             "are at least 0 and sum to 1",
             where=definition.label,
-            remedy="For logits, set `logits: true`. Or name the output with `output:`.",
+            remedy="In a pipeline, set `logits: true` for logits, or `output: NAME` for another "
+            f"output. {CUSTOM_METRIC}",
         )
     return np.asarray(scores)

@@ -29,7 +29,8 @@ def prepare_grades(label: Array, group: Array | None, where: str) -> Array:
             raise UserError(
                 "the label has one grade per row, and the query of each row is unknown",
                 where=where,
-                remedy="Name the array of the queries: `group: NAME` of the data set.",
+                remedy="In a pipeline, set `group: NAME` of the data set to the array of the "
+                "queries. `onnx-ops judge` needs labels of shape (queries, items).",
             )
         return arrange_by_query(grades, group, NO_ITEM)
     return grades

@@ -94,7 +94,8 @@ def find_slice_problem(
                 f"column {name!r} must have one value per row; its type is {array.dtype} and its "
                 f"shape {tuple(array.shape)}",
                 where=where,
-                remedy="Name a column of texts or whole numbers, or compute one with `use`.",
+                remedy="Name a column of texts or whole numbers. In a pipeline, `use` can compute "
+                "one.",
             )
         if rows is not None and len(array) != rows:
             return UserError(
@@ -112,8 +113,8 @@ def find_slice_problem(
             f"{by!r} has {count:,} different values, and at most {MOST_VALUES} can be slices",
             where=where,
             why="it seems to identify rows, or to be a measured number",
-            remedy="Group its values (ranges, regions) in a column or with `use`; name an id of "
-            "groups with `group:` in the data set.",
+            remedy="Group its values (ranges, regions) in a column of the data. In a pipeline, "
+            "`use` can group them, and `group:` of the data set names an id of groups.",
         )
     return None
 

@@ -18,6 +18,11 @@ from typing import Any
 from onnx_ops.errors import NotFoundError, OnnxOpsError, StageError, UserError, describe_error
 from onnx_ops.plugins import imported, missing_package
 
+CUSTOM_METRIC = (
+    "With `onnx-ops judge`, use a metric of your own: `--metric package.module:function`."
+)
+"""Remedy of `onnx-ops judge`, which cannot set the keys of a metric."""
+
 
 @contextmanager
 def importable(root: Path) -> Iterator[None]:

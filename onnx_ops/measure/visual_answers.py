@@ -12,6 +12,7 @@ import numpy as np
 
 from onnx_ops.domain.gate import MetricDefinition
 from onnx_ops.errors import UserError
+from onnx_ops.measure.user_functions import CUSTOM_METRIC
 from onnx_ops.metric_formulas import Array
 from onnx_ops.metric_formulas.detection import (
     BOX_COLUMNS,
@@ -195,8 +196,9 @@ def prepare_detections(definition: MetricDefinition, label: Array, detections: A
             raise UserError(
                 f"{points} keypoints need {points} values of sigmas, not {len(sigmas)}",
                 where=definition.label,
-                remedy="Give the spread of each keypoint as a share of the object's size: "
-                "`sigmas: [0.05, …]`. The default is that of COCO's 17 points of a person.",
+                remedy="In a pipeline, give the spread of each keypoint as a share of the "
+                "object's size: `sigmas: [0.05, …]`. The default is that of COCO's 17 points of a "
+                f"person. {CUSTOM_METRIC}",
             )
     return values
 
@@ -289,7 +291,8 @@ def check_mask(definition: MetricDefinition, label: Array, classes: Array, colum
         raise UserError(
             f"masks of shapes {shapes} cannot be compared pixel by pixel",
             where=definition.label,
-            remedy="Resize the model's mask in its graph or in `decode`.",
+            remedy="Resize the model's mask in its graph or, in a pipeline, in the `decode` "
+            "function.",
         )
     if not columns:
         return
@@ -302,5 +305,6 @@ def check_mask(definition: MetricDefinition, label: Array, classes: Array, colum
             f"row {row}: the label has class {label[row][unknown[row]][0]}, but the model has "
             f"{columns} classes",
             where=definition.label,
-            remedy="Set `ignore` to the value of pixels without a class.",
+            remedy="Number the classes of the label as the model numbers them. In a pipeline, set "
+            "`ignore` to the value of pixels without a class.",
         )

@@ -144,7 +144,11 @@ def write_copy(path: Path, output: Path, values: Mapping[str, str]) -> None:
     model = read_structure(path)
     version = values.get("version", str(model.model_version))
     if not (version.isascii() and version.isdecimal() and int(version) <= _LARGEST_VERSION):
-        remedy = "Set another key: --set release=1.2."
+        remedy = (
+            "Set another key: --set release=1.2."
+            if "version" in values
+            else "The file has this version; replace it: --set version=1."
+        )
         raise UserError(
             f"version {version!r} is not a whole number of at most 63 bits, which ONNX requires",
             remedy=remedy,

@@ -301,9 +301,6 @@ def _rename_values(model: onnx.ModelProto, names: Mapping[str, str]) -> None:
                 value.name = names.get(value.name, value.name)
 
 
-REMEDY = "Use the node names of the exported file in `quantize.exclude`."
-
-
 def trace_nodes(
     names: Iterable[str], source: onnx.ModelProto, prepared: onnx.ModelProto
 ) -> dict[str, tuple[str, ...]]:
@@ -328,7 +325,7 @@ def trace_nodes(
             f"{', '.join(lost)} cannot be excluded",
             where="quantize.exclude",
             why="preparation folded these nodes into a constant or into another node",
-            remedy="Leave them out of `quantize.exclude`.",
+            remedy="Leave them out of `exclude`, or of `--exclude` of `onnx-ops quantize`.",
         )
     return traced
 
@@ -337,12 +334,17 @@ def _refuse_unknown_names(wanted: Iterable[str], known: Collection[str]) -> None
     problems = []
     for name in (name for name in wanted if name not in known):
         close = difflib.get_close_matches(name, known, n=1)
-        hint = (
-            f"did you mean {close[0]!r}?" if close else f"there are {', '.join(tuple(known)[:10])}"
-        )
+        names = ", ".join(tuple(known)[:10]) or "none"
+        hint = f"did you mean {close[0]!r}?" if close else f"there are {names}"
         problems.append(f"no node is called {name!r}: {hint}")
     if problems:
-        raise UserError("; ".join(problems), where="quantize.exclude", remedy=REMEDY)
+        remedy = (
+            "Use the names of nodes of the float model (`exclude`, or `--exclude` of "
+            "`onnx-ops quantize`)."
+            if known
+            else "The nodes of the file have no names; name them first."
+        )
+        raise UserError("; ".join(problems), where="quantize.exclude", remedy=remedy)
 
 
 def _find_heirs(

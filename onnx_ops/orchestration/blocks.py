@@ -14,8 +14,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from prefect.blocks.core import Block
+from prefect.blocks.core import Block, UnknownBlockType
 from prefect.blocks.fields import SecretDict
+from prefect.settings import PREFECT_API_URL
 from pydantic import Field, HttpUrl, SecretStr, field_validator
 
 from onnx_ops.domain.quantities import NAME_PATTERN
@@ -269,17 +270,26 @@ def load_block(place: str) -> Block:
     """Load a block by type and name, such as `onnx-ops-registry/prod`.
 
     Raises:
-        UserError: there is no such block, or its type is not installed here.
+        UserError: there is no such block or no Prefect server, or the block's type is not installed
+            here.
         ServiceUnavailableError: the block cannot be read, for example because Prefect's server does
             not answer.
     """
     where = f"prefect block {place}"
     try:
         block: Any = Block.load(place)
-    except ValueError as error:  # The block does not exist, or its type is not registered.
-        remedy = "See `prefect block ls`. Install the package that defines the block's type."
-        what = "the block does not exist, or its type is not installed"
+    except UnknownBlockType as error:
+        what = "the type of the block is not installed on this machine"
+        remedy = "Install the package that defines the block's type."
         raise UserError(what, where=where, remedy=remedy) from error
+    except ValueError as error:
+        # Without a server, Prefect reads a local database, in which a user can have saved blocks.
+        # So the server is only required for a block that does not exist there.
+        why, remedy = "", "`prefect block ls` lists the blocks of the server in PREFECT_API_URL."
+        if not PREFECT_API_URL.value():
+            why = "no Prefect server is configured"
+            remedy = "Run `prefect config set PREFECT_API_URL=http://HOST:4200/api`."
+        raise UserError("the block does not exist", where=where, why=why, remedy=remedy) from error
     except Exception as error:
         # The message can contain a secret, so only the type of the error is reported.
         raise ServiceUnavailableError(

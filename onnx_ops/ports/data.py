@@ -125,7 +125,8 @@ def frame_of(inputs: Tensors) -> Any:
                 f"input {name!r} is not a column: it is of shape {tuple(array.shape)}",
                 where="data",
                 remedy="Leave out `inputs` of the data set, so that each column of its table is an "
-                "input.",
+                "input. For an array of several columns, use a table (.csv, .parquet), or "
+                "`data[NAME].inputs[…]` in place of `frame()`.",
             )
     return pandas.DataFrame({name: array.reshape(-1) for name, array in inputs.items()})
 

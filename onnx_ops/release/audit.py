@@ -121,8 +121,8 @@ def reevaluate_release(
         raise NotFoundError(
             "no variant of the release has a signed decision",
             where=f"{model}/{version}",
-            remedy="Set `signing = 'auto'` or 'required' in the settings, and run the "
-            "pipeline again.",
+            why="no benchmark of this release was judged",
+            remedy="Remove the errors of its benchmark stages, and run its pipeline again.",
         )
     return {variant: reevaluate(context, model, number) for variant, number in newest.items()}
 

@@ -499,7 +499,8 @@ def compute_block_logs(
     if not (np.nanmedian(np.where(usable, times, np.nan), axis=-1) > 0).all():
         raise MeasurementError(
             "a block of runs took no measurable time",
-            remedy="Time more rows in one request: `benchmark.batch`.",
+            remedy="Time more rows in one request: `benchmark.batch` of a pipeline, or `--batch N` "
+            "of `onnx-ops judge`.",
         )
     logs = np.log(np.maximum(times, _TICK_NS))
     slowness = None if probe is None else _measure_slowness(np.asarray(probe, dtype=np.float64))

@@ -41,7 +41,13 @@ from onnx_ops.measure.timing import (
     count_rows,
     measure_latency,
 )
-from onnx_ops.onnx_graph.compatibility import check_model, explain_incompatibility
+from onnx_ops.onnx_graph.compatibility import (
+    check_model,
+    explain_incompatibility,
+    explain_unsupported_blocks,
+    find_unsupported_blocks,
+)
+from onnx_ops.onnx_graph.files import share_structure
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import Runtime, Tensors
 from onnx_ops.statistics.judge import judge
@@ -158,9 +164,13 @@ def read_runtime_facts(runtime: Runtime, target: Target, model: Path) -> Runtime
     """Return the execution providers that run the model on this machine."""
     require_hardware(runtime, target)
     if reason := explain_incompatibility(model, target):
+        blocks = find_unsupported_blocks(share_structure(model))
         remedy = (
-            "Export the model for this target's opset and IR version, or declare its operators "
-            "in the target's `custom_ops`."
+            "Quantize the model again with a block size that the reason lists: `onnx-ops quantize "
+            "FLOAT.onnx OUT.onnx --method weight-only --option block=32`."
+            if reason == explain_unsupported_blocks(blocks, target)
+            else "Export the model for this target's opset and IR version, or declare its "
+            "operators in the target's `custom_ops`."
         )
         raise UserError(reason.partition(": set export.")[0], where=model.name, remedy=remedy)
     try:

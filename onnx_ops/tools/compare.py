@@ -423,7 +423,7 @@ def _join_runs(raw: Sequence[Mapping[str, Any]]) -> Tensors:
                 f"output {name!r} has another shape for other rows: "
                 f"{' and '.join(map(str, sorted(shapes)[:2]))}",
                 why="its shape depends on the values of the inputs, so answers cannot be compared",
-                remedy="Supply the rows of one run with --data FILE.",
+                remedy="`onnx-ops judge A B --only latency` judges the time of these models.",
             )
     return {name: np.concatenate(arrays) for name, arrays in parts.items()}
 

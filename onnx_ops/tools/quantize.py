@@ -53,6 +53,10 @@ from onnx_ops.tools.generated_rows import generate_samples, settle_samples
 from onnx_ops.tools.model_inputs import shared_inputs
 from onnx_ops.tools.sample_rows import SampleRows
 
+_TIME_WITH_JUDGE = (
+    "Time both files with `onnx-ops judge A B --only latency`, which has options for the inputs."
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedupEstimate:
@@ -77,17 +81,19 @@ class SpeedupEstimate:
 
 
 def estimate_speedup(
-    runtime: Runtime, target: Target, source: Path, variant: Path
+    runtime: Runtime,
+    target: Target,
+    source: Path,
+    variant: Path,
+    supplied: SampleRows | None = None,
 ) -> SpeedupEstimate:
-    """Estimate a variant's time ratio from a few session pairs on one synthetic row.
+    """Estimate a variant's time ratio from a few session pairs on one row.
 
-    If the times cannot be measured, the result has the reason.
+    The row is the first of the user's rows, or generated. If the times cannot be measured, the
+    result has the reason.
     """
     try:
-        inputs, bounds = shared_inputs(source, variant), read_input_bounds(source)
-        rows = settle_samples(
-            runtime, target, source, generate_samples(inputs, count=1, dims={}, bounds=bounds)
-        )
+        rows = supplied or _generate_row(runtime, target, source, variant)
         runtime = arrange_runtime(runtime, rows.read_layout(source))
         samples = runtime.benchmark(
             (source, variant), target, rows.feed(1), PairedBenchmarkSchedule(rounds=LOOKS[0])
@@ -98,6 +104,22 @@ def estimate_speedup(
     return SpeedupEstimate(
         ratio=math.exp(estimate), low=math.exp(low), high=math.exp(min(high, 700))
     )
+
+
+def _generate_row(runtime: Runtime, target: Target, source: Path, variant: Path) -> SampleRows:
+    """Return one generated row that the source accepts.
+
+    Raises:
+        UserError: the two files have different inputs, or their inputs cannot be generated.
+        MeasurementError: the source accepts no generated row.
+    """
+    try:
+        inputs, bounds = shared_inputs(source, variant), read_input_bounds(source)
+        samples = generate_samples(inputs, count=1, dims={}, bounds=bounds)
+        return settle_samples(runtime, target, source, samples)
+    except (MeasurementError, UserError) as error:
+        error.remedy = _TIME_WITH_JUDGE  # `quantize` lacks options that other remedies name.
+        raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +171,9 @@ def quantize_file(
         )
         far = _describe_far_answers(context, source, temporary, calibration)
         effects = {
-            t.name: estimate_speedup(context.runtime(t.runtime), t, source, temporary)
+            t.name: estimate_speedup(
+                context.runtime(t.runtime), t, source, temporary, supplied=calibration
+            )
             for t in targets
             if not quantized
         }
@@ -323,16 +347,12 @@ def search_variant(
         record_path.write_bytes(codec.dumps(result.record))
         if not result.models:
             kept = _keep_closest(result, path)
+            remedy = _suggest_options(result)
             raise UserError(
                 "the search found no model for the role within the budget",
                 where=path.name,
                 why="; ".join(slot.reason for slot in result.record.slots),
-                remedy=(
-                    "Allow more time with `--budget max_minutes=…`"
-                    if result.record.timed_out
-                    else "Raise a limit with `--budget NAME=…`, or keep the float model"
-                )
-                + f"; {record_path.name} contains all trials{kept}.",
+                remedy=f"{remedy}; {record_path.name} contains all trials{kept}.",
             )
         ((made, trial),) = result.models.values()
         return deliver(
@@ -344,6 +364,20 @@ def search_variant(
             recipe=tuple(describe_recipe(result.record, trial)),
             excluded=trial.excluded,
         )
+
+
+def _suggest_options(result: SearchResult) -> str:
+    """Return the remedy for a search that found no model, without a full stop."""
+    record = result.record
+    if record.timed_out:
+        return "Allow more time with `--budget max_minutes=…`"
+    if not record.trials:
+        return "Use another target (`--target NAME`), or keep the float model"
+    if result.closest is None:  # No trial could be measured.
+        return "Remove this cause, or keep the float model"
+    if record.pareto_front and any(slot.role == "fast" for slot in record.slots):
+        return "Use `--select small` or `--select exact`, or keep the float model"
+    return "Raise a limit with `--budget NAME=…`, or keep the float model"
 
 
 def _keep_closest(result: SearchResult, path: Path) -> str:

@@ -17,6 +17,7 @@ from onnx_ops.attestation import sign_record
 from onnx_ops.config.targets import TargetFiles
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.decision import Verdict
+from onnx_ops.domain.ledger import EndpointDeleted
 from onnx_ops.domain.release import Publication
 from onnx_ops.release.journal import Journal, list_bound_endpoints
 from onnx_ops.testing.registries import publication
@@ -191,8 +192,19 @@ def test_deployment_client_with_forbidden_change_of_endpoint_raises_mlflow_excep
     with pytest.raises(MlflowException, match=f"serves {MODEL}, not another"):
         client.update_deployment("fixed", "models:/another/1")
     assert client.get_deployment("fixed")["version"] == "1"
-    with pytest.raises(MlflowException, match="exists"):
+    with pytest.raises(MlflowException, match=f"update -t onnx-ops:.* -m models:/{MODEL}/1"):
         client.create_deployment("fixed", f"models:/{MODEL}/1", config={"target": TARGET})
+
+
+def test_create_deployment_during_deletion_of_its_name_names_delete_command(
+    client: mlflow_deployments.OnnxOpsDeployments, project: Project
+) -> None:
+    from mlflow.exceptions import MlflowException
+
+    client.create_deployment("ended", f"models:/{MODEL}/1", config={"target": TARGET})
+    Journal.update(project.context, "ended", lambda journal: journal.append(EndpointDeleted()))
+    with pytest.raises(MlflowException, match="onnx-ops delete ended"):
+        client.create_deployment("ended", f"models:/{MODEL}/1", config={"target": TARGET})
 
 
 def test_deployment_client_with_unknown_endpoint_raises_resource_does_not_exist(

@@ -150,6 +150,24 @@ def test_read_probabilities_of_scores_returns_one_column_per_class(
     np.testing.assert_allclose(read_probabilities(definition, prediction), expected)
 
 
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({}, "decode: package.module:function"),
+        ({"output": "scores"}, "Name another output"),
+        ({"decode": "project:describe"}, "Return one number per row"),
+    ],
+)
+def test_read_prediction_of_unfit_outputs_names_key_that_helps(
+    options: dict[str, str], remedy: str
+) -> None:
+    definition = MetricDefinition(name="mae", **options)
+    decode = (lambda outputs: outputs["scores"]) if "decode" in options else None
+    with pytest.raises(UserError, match="no output can be read") as caught:
+        read_prediction(definition, {"scores": np.zeros((2, 3), np.float32)}, decode)
+    assert remedy in caught.value.remedy
+
+
 @pytest.mark.parametrize("values", [[[1.0, 1.0]], [[-0.5, 1.5]], [[1.5]], [[-0.1]]])
 def test_read_probabilities_of_logits_without_key_raises_user_error(values: Any) -> None:
     definition = define("log_loss")

@@ -41,6 +41,7 @@ from onnx_ops.onnx_graph.model_info import (
     count_operators,
     read_lineage,
     read_model_info,
+    write_copy,
     write_lineage,
 )
 from onnx_ops.onnx_graph.model_kind import read_candidate_kind
@@ -50,6 +51,7 @@ from onnx_ops.onnx_graph.rewrites import (
     read_boundary_types,
     renumber_names,
     restore_metadata,
+    trace_nodes,
     write_with_boundary_casts,
 )
 from onnx_ops.onnx_graph.tree_ensembles import has_trees
@@ -403,3 +405,29 @@ def test_read_model_with_git_lfs_pointer_as_weights_raises_refused_error(tmp_pat
     with pytest.raises(RefusedError, match=r"'weights\.bin' is a pointer of Git LFS") as caught:
         read_model(tmp_path / "m.onnx")
     assert caught.value.remedy == "Fetch the file: git lfs pull"
+
+
+@pytest.mark.parametrize(
+    ("values", "option"),
+    [({"license": "MIT"}, "--set version=1"), ({"version": "1.2"}, "--set release=1.2")],
+)
+def test_write_copy_with_invalid_version_names_option_that_helps(
+    values: dict[str, str], option: str, tmp_path: Path
+) -> None:
+    model = read_model(write_perceptron(tmp_path / "model.onnx"))
+    model.model_version = -1
+    write_model(model, tmp_path / "model.onnx")
+    with pytest.raises(UserError, match="is not a whole number") as caught:
+        write_copy(tmp_path / "model.onnx", tmp_path / "copy.onnx", values)
+    assert option in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("node", "remedy"),
+    [("[own] y = Relu(x)", "--exclude` of `onnx-ops quantize"), ("y = Relu(x)", "name them first")],
+)
+def test_trace_nodes_of_unknown_name_names_remedy_that_helps(node: str, remedy: str) -> None:
+    model = parse_graph(f"(float[N,2] x) => (float[N,2] y) {{ {node} }}")
+    with pytest.raises(UserError, match=r"there are (own|none)") as caught:
+        trace_nodes(["zzz"], model, model)
+    assert remedy in caught.value.remedy

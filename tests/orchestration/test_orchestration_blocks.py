@@ -277,6 +277,32 @@ def test_environment_of_unknown_or_foreign_block_raises_user_error(
         environment(("secret/some",), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("exists", "address", "remedy"),
+    [
+        (False, "http://127.0.0.1:9/api", "prefect block ls"),
+        (False, None, "prefect config set PREFECT_API_URL="),
+        (True, "http://127.0.0.1:9/api", "Install the package"),
+    ],
+)
+def test_load_block_of_missing_block_or_type_names_remedy(
+    exists: bool, address: str | None, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from prefect.blocks.core import Block, UnknownBlockType
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    from onnx_ops.orchestration.blocks import load_block
+
+    def refuse(place: str) -> Block:
+        raise UnknownBlockType(place) if exists else ValueError(place)
+
+    monkeypatch.setattr(Block, "load", refuse)
+    settings: dict[Any, Any] = {PREFECT_API_URL: address}
+    with temporary_settings(settings), pytest.raises(UserError) as caught:
+        load_block("slack-webhook/ops")
+    assert remedy in caught.value.remedy
+
+
 def test_environment_without_prefect_server_raises_service_unavailable_error(
     saved: None, tmp_path: Path
 ) -> None:

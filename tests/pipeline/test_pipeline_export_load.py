@@ -83,7 +83,7 @@ class BrokenOptimizer:
         return ()
 
 
-def quantize_with_a_lost_input(tmp_path: Path, family: str) -> Manifest:
+def quantize_with_a_lost_input(tmp_path: Path, family: str, method: str = "static") -> Manifest:
     """Run the stage of a variant for one kind of machine.
 
     Its optimizer writes a file that does not load.
@@ -104,7 +104,7 @@ def quantize_with_a_lost_input(tmp_path: Path, family: str) -> Manifest:
     written = cast("dict[str, Any]", stage.settings["section"])
     settings = {
         **stage.settings,
-        "section": {**written, "calibrate": None},
+        "section": {**written, "calibrate": None, "method": method},
         "machines": [{"family": family}],
     }
     return quantize.execute(
@@ -117,6 +117,15 @@ def test_quantize_with_unloadable_variant_names_input_and_remedy(tmp_path: Path)
         quantize_with_a_lost_input(tmp_path, "x86")
     assert "lost" in caught.value.why
     assert "exclude: [NAME]" in caught.value.remedy
+
+
+@pytest.mark.parametrize("method", ["auto", "graph", "onnxslim", "onnxoptimizer", "fixed-shapes"])
+def test_quantize_by_method_without_exclusions_does_not_name_exclude(
+    method: str, tmp_path: Path
+) -> None:
+    with pytest.raises(MeasurementError, match="cannot load the quantized file") as caught:
+        quantize_with_a_lost_input(tmp_path, "x86", method)
+    assert caught.value.remedy == "Use another method."
 
 
 def test_quantize_for_accelerator_does_not_load_variant(tmp_path: Path) -> None:

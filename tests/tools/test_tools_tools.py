@@ -32,7 +32,13 @@ from onnx_ops.statistics.latency import FULL_RUN, LOOKS
 from onnx_ops.statistics.probes import BATCH_SIZES
 from onnx_ops.statistics.rules.parity import judge_parity
 from onnx_ops.testing.models import FEATURES, rows, write_convolution, write_perceptron
-from onnx_ops.tools.bench import ComparisonResult, benchmark, benchmark_pair, build_pair_gates
+from onnx_ops.tools.bench import (
+    ComparisonResult,
+    benchmark,
+    benchmark_pair,
+    build_pair_gates,
+    read_runtime_facts,
+)
 from onnx_ops.tools.compare import ParityResult, compare
 from onnx_ops.tools.generated_rows import generate_samples
 from onnx_ops.tools.model_inputs import shared_inputs
@@ -387,6 +393,17 @@ def raced(
 
 
 class TestBench:
+    def test_read_runtime_facts_with_unsupported_blocks_names_block_option(
+        self, tmp_path: Path
+    ) -> None:
+        node = "y = com.microsoft.MatMulNBits<K = 96, N = 2, bits = 4, block_size = 48>(x, w, s)"
+        stored = {"w": np.zeros((2, 2, 24), np.uint8), "s": np.ones(4, np.float32)}
+        graph = f"(float[N,96] x) => (float[N,2] y) {{ {node} }}"
+        path = write_graph(tmp_path / "m.onnx", graph, domains={"com.microsoft": 1}, **stored)
+        with pytest.raises(UserError, match="has blocks of 48") as caught:
+            read_runtime_facts(RUNTIME, CPU, path)
+        assert "--option block=32" in caught.value.remedy
+
     def test_benchmark_of_one_model_returns_quantiles_with_count(self, model: Path) -> None:
         found = benchmark(RUNTIME, CPU, model, rows(4), runs=40, conditions=lambda: {"load": "0"})
         assert (found.batch, found.runs, found.facts.used) == (4, 40, ("CPUExecutionProvider",))

@@ -151,7 +151,7 @@ def _make_models(
             raise StageError(
                 "the same recipe gave a different file",
                 where=f"search {name}, {trial.recipe}",
-                remedy="Run the pipeline again with `--no-cache search`.",
+                remedy="Run the command again. The search then builds all models again.",
             )
         models[slot.role] = (path, trial)
         report(f"{name}-{slot.role}: {describe_trial(trial, context.metric.label)}")

@@ -15,7 +15,7 @@ from onnx_ops.domain.arithmetic import Arithmetic
 from onnx_ops.domain.artifact import MODEL_FILE, Digest, Manifest
 from onnx_ops.domain.pipeline import Quantize
 from onnx_ops.domain.plan import Stage, StageKind
-from onnx_ops.domain.quantization import SEARCH_FILE, SearchRecord, Trial
+from onnx_ops.domain.quantization import AUTO, SEARCH_FILE, SearchRecord, Trial
 from onnx_ops.domain.target import AS_WRITTEN
 from onnx_ops.measure.files import (
     MODEL,
@@ -67,7 +67,8 @@ def execute(
         write_lineage(path, {"onnx-ops.variant": stage.variant or section.name})
         copy_libraries(path, read_operators(stage))
         if _runs_on_cpu(settings):
-            require_loadable(path, stage, context, written="quantized", remedy=_LOAD_REMEDY)
+            remedy = _suggest_method(section.method)
+            require_loadable(path, stage, context, written="quantized", remedy=remedy)
         files = put_folder(context.store, path.parent, MODEL)
         layout = get_layout(context.store, inputs["export"], dataset.values if dataset else None)
         runtime = arrange_runtime(context.runtime(AS_WRITTEN.runtime), layout)
@@ -94,7 +95,15 @@ def execute(
         )
 
 
-_LOAD_REMEDY = "Exclude the layer that the reason names (`exclude: [NAME]`), or use another method."
+_WITHOUT_EXCLUDE = (AUTO, "graph", "onnxslim", "onnxoptimizer", "fixed-shapes")
+"""Methods that refuse `exclude`, or whose result does not depend on it."""
+
+
+def _suggest_method(method: str) -> str:
+    """Return the remedy for a variant that the runtime cannot load."""
+    if method in _WITHOUT_EXCLUDE:
+        return "Use another method."
+    return "Exclude the layer that the reason names (`exclude: [NAME]`), or use another method."
 
 
 def _runs_on_cpu(settings: Mapping[str, Any]) -> bool:
