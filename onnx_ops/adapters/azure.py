@@ -66,10 +66,25 @@ LOGIN_REMEDY = (
     "Run `az login`, or set AZURE_TENANT_ID, AZURE_CLIENT_ID and AZURE_CLIENT_SECRET (or a "
     "federated token), or give the machine a managed identity."
 )
-ROLE_REMEDY = (
-    "Give the identity the role AzureML Data Scientist on the workspace; "
-    "see `onnx-ops docs azureml`."
-)
+_WORKSPACE_ROLE = "the role AzureML Data Scientist on the workspace"
+_ROLES = {
+    "LinkedAuthorizationFailed": "the role Managed Identity Operator on the endpoint's `identity`",
+    "AuthorizationPermissionMismatch": (
+        "the role Storage Blob Data Contributor on the storage account of the workspace"
+    ),
+    "Microsoft.MachineLearningServices/registries/": (
+        "the role AzureML Registry User on the registry"
+    ),
+    "Microsoft.Insights/autoscaleSettings/": (
+        "a role with the permissions of autoscaling (`onnx-ops docs azureml-options`)"
+    ),
+    "Microsoft.Insights/metrics/": "the role Monitoring Reader on the workspace",
+}
+"""Roles other than that on the workspace, by a code or an action in Azure's refusal.
+
+A permission on a linked resource is missing only if `identity` is set. Blob storage names no
+action.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +143,20 @@ def get_management_url() -> str:
         return f"{parts.scheme}://{parts.netloc}"
     cloud = os.environ.get("AZUREML_CURRENT_CLOUD", "AzureCloud")
     return _MANAGEMENT.get(cloud, _MANAGEMENT["AzureCloud"])
+
+
+def make_role_remedy(*denied: str) -> str:
+    """Return the remedy for missing permissions.
+
+    Args:
+        denied: actions, or refusals of Azure. A refusal that names no other permission is treated
+            as one of the workspace.
+    """
+    roles = (
+        next((role for part, role in _ROLES.items() if part in text), _WORKSPACE_ROLE)
+        for text in denied
+    )
+    return f"Give the identity {' and '.join(dict.fromkeys(roles))}; see `onnx-ops docs azureml`."
 
 
 def build_timeouts(api_timeout_s: float) -> dict[str, float]:

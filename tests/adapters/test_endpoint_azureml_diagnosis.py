@@ -60,6 +60,8 @@ def test_azureml_diagnosis_of_image_checks_registry_and_pull_role(world: World) 
     findings = look(world, image=image.replace("mlimages", "elsewhere"))
     assert broken(findings) == ("azure image",)
     assert "az acr create --name elsewhere" in findings["azure image"].remedy
+    subscription = f"--subscription {world.cloud.options['subscription']}"
+    assert subscription in findings["azure image"].remedy
     world.cloud.conditions.pullers = []
     findings = look(world, image=image, identity=identity)
     assert broken(findings) == ("azure pull",)
@@ -129,6 +131,16 @@ def test_azureml_diagnosis_with_html_response_reports_failed_check(
         ),
         ({"quota": 23}, {"instances": 10}, "quota for Standard_DS3_v2", "need 96"),
         ({}, {"instance_type": "Standard_X1"}, "quota for Standard_X1", "does not have this size"),
+        ({}, {"instance_type": "Standard_X1"}, "quota for Standard_X1", "--subscription "),
+        (
+            {"roles": [{"actions": [f"{_ML}/*"], "notActions": []}]},
+            {"min_instances": 1, "max_instances": 2},
+            "role on workspace",
+            (
+                "the role Monitoring Reader on the workspace and a role with the permissions of "
+                "autoscaling"
+            ),
+        ),
     ],
 )
 def test_azureml_diagnosis_with_missing_prerequisite_reports_failed_check_and_remedy(

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from onnx_ops import codec
+from onnx_ops.adapters.azure import Workspace
+from onnx_ops.adapters.endpoints.azureml_client import format_log_command, translate_errors
 from onnx_ops.adapters.endpoints.azureml_resources import OnlineEndpoint, parse_duration
 from onnx_ops.domain.endpoint import EndpointState
 from onnx_ops.errors import ConflictError, InfrastructureError, RefusedError
-from tests.adapters.azureml_parts import World, config_of
+from tests.adapters.azureml_parts import World, config_of, forget_clients
 from tests.support.clouds.azureml import FaultRule
 from tests.support.clouds.azureml_web import Call, Fault
 from tests.support.extras import require
@@ -337,12 +339,16 @@ def test_azureml_apply_without_quota_or_capacity_raises_error_with_cause_and_rem
         world.apply(2, more, blue=100)
     assert remedy in raised.value.remedy
     assert "Monitoring" not in raised.value.remedy
+    assert "onnx-ops docs cloud-traffic" in raised.value.remedy
     assert ("quota" in raised.value.what) == (code == "OutOfQuota")
 
 
 @pytest.mark.parametrize(
     ("path", "remedy"),
-    [("/deployments/", "AzureML Data Scientist"), ("autoscaleSettings", "Monitoring Contributor")],
+    [
+        ("/deployments/", "AzureML Data Scientist"),
+        ("autoscaleSettings", "`Microsoft.Insights/autoscaleSettings/read`, `write` and `delete`"),
+    ],
 )
 def test_azureml_apply_with_forbidden_scaling_raises_refused_error_with_missing_role(
     world: World, path: str, remedy: str
@@ -358,3 +364,65 @@ def test_azureml_apply_with_forbidden_scaling_raises_refused_error_with_missing_
     with pytest.raises(RefusedError) as raised:
         world.apply(2, scaled, blue=100)
     assert remedy in raised.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("message", "role"),
+    [
+        (
+            (
+                "This request is not authorized to perform this operation using this permission.\n"
+                "RequestId:1\nErrorCode:AuthorizationPermissionMismatch"
+            ),
+            "Storage Blob Data Contributor",
+        ),
+        (
+            (
+                "(LinkedAuthorizationFailed) The client has permission to perform action "
+                "'Microsoft.MachineLearningServices/workspaces/onlineEndpoints/write', but not "
+                "on the linked scope."
+            ),
+            "Managed Identity Operator",
+        ),
+        (
+            (
+                "The client does not have authorization to perform action "
+                "'Microsoft.MachineLearningServices/registries/assets/write' over scope."
+            ),
+            "AzureML Registry User",
+        ),
+        (
+            (
+                "The client does not have authorization to perform action "
+                "'Microsoft.MachineLearningServices/workspaces/models/versions/write' over scope."
+            ),
+            "AzureML Data Scientist",
+        ),
+    ],
+)
+def test_translate_errors_of_refusal_names_missing_role(message: str, role: str) -> None:
+    from azure.core.exceptions import HttpResponseError
+
+    refusal = HttpResponseError(message)
+    refusal.status_code = 403
+    with pytest.raises(RefusedError) as raised, translate_errors("model digits"):
+        raise refusal
+    assert f"the role {role} on" in raised.value.remedy
+
+
+def test_azureml_client_with_unknown_cloud_raises_error_with_remedy(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AZUREML_CURRENT_CLOUD", "Elsewhere")
+    forget_clients()
+    with pytest.raises(InfrastructureError, match="name of the Azure cloud is unknown") as raised:
+        assert world.ml
+    assert "AZUREML_CURRENT_CLOUD" in raised.value.remedy
+
+
+def test_format_log_command_names_deployment_and_workspace() -> None:
+    place = Workspace(subscription="s", resource_group="g", workspace="w")
+    assert format_log_command(place, "digits", "blue") == (
+        "`az ml online-deployment get-logs --name blue --endpoint-name digits "
+        "--workspace-name w --resource-group g --subscription s`"
+    )

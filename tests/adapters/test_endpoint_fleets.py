@@ -171,6 +171,7 @@ def test_fleet_validate_change_of_machine_with_same_target_raises_user_error(
     with pytest.raises(UserError) as caught:
         fleet.provider.validate_change(before, after)
     assert f"no decision of target {before.target} was measured for {machine}" in str(caught.value)
+    assert "onnx-ops targets" in caught.value.remedy
     assert "onnx-ops run" in caught.value.remedy
     measured = replace(after, target_digest=digest_bytes(b"the target with another machine"))
     fleet.provider.validate_change(before, measured)
@@ -184,10 +185,9 @@ def test_fleet_with_other_client_id_drifts_until_applied(azure: AzureFleet) -> N
     assert azure.drift() == []
 
 
-def test_fleet_update_reverted_by_alarm_raises_infrastructure_error_and_keeps_serving(
-    amazon: SageMakerFleet,
-) -> None:
-    cloudwatch = client(amazon.fake, "cloudwatch")
+def put_alarm(site: SageMakerFleet, state: str) -> None:
+    """Create the alarm `errors`, or change its state."""
+    cloudwatch = client(site.fake, "cloudwatch")
     cloudwatch.put_metric_alarm(
         AlarmName="errors",
         MetricName="Invocation5XXErrors",
@@ -198,7 +198,28 @@ def test_fleet_update_reverted_by_alarm_raises_infrastructure_error_and_keeps_se
         ComparisonOperator="GreaterThanThreshold",
         Statistic="Sum",
     )
-    cloudwatch.set_alarm_state(AlarmName="errors", StateValue="OK", StateReason="a test")
+    cloudwatch.set_alarm_state(AlarmName="errors", StateValue=state, StateReason="a test")
+
+
+def test_fleet_update_with_firing_alarm_does_not_recommend_rollback(
+    amazon: SageMakerFleet,
+) -> None:
+    """A rollback would move the traffic, and change no instance."""
+    put_alarm(amazon, "ALARM")
+    amazon.apply(1, blue=100)
+    with_options(amazon, image="registry.example/onnx-ops:2", alarms=["errors"])
+    with pytest.raises(InfrastructureError, match="alarms are firing") as raised:
+        amazon.apply(2, blue=100)
+    assert "rollback" not in raised.value.remedy
+    with_options(amazon, alarms=[])
+    amazon.apply(3, blue=100)
+    assert amazon.drift() == []
+
+
+def test_fleet_update_reverted_by_alarm_raises_infrastructure_error_and_keeps_serving(
+    amazon: SageMakerFleet,
+) -> None:
+    put_alarm(amazon, "OK")
     with_options(amazon, alarms=["errors"])
     amazon.apply(1, blue=100)
     with_options(amazon, image="registry.example/onnx-ops:bad")
@@ -206,7 +227,7 @@ def test_fleet_update_reverted_by_alarm_raises_infrastructure_error_and_keeps_se
     with ThreadPoolExecutor(1) as pool:
         update = pool.submit(amazon.apply, 2, blue=100)
         until(lambda: amazon.read_status() == "Updating")
-        cloudwatch.set_alarm_state(AlarmName="errors", StateValue="ALARM", StateReason="a test")
+        put_alarm(amazon, "ALARM")
         with pytest.raises(InfrastructureError, match="changed state during it") as raised:
             update.result()
     assert not isinstance(raised.value, AlarmRollbackError), "that error would reject the release"

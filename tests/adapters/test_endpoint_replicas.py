@@ -377,10 +377,12 @@ class TestWithoutKey:
         serving.provider.sign_with(lambda: None)
         with pytest.raises(MissingKeyError, match="signing is off"):
             serving.apply(3, blue=50, green=50)
-        with pytest.raises(MissingKeyError, match="no signed table serves the version"):
+        with pytest.raises(MissingKeyError, match="no signed table serves the version") as raised:
             serving.provider.roll_back(
                 serving.config, serving.state(green=100, blue=0), generation=3
             )
+        assert "signing is off" in raised.value.why
+        assert 'signing = "required"' in raised.value.remedy
         assert serving.adopted() == TableNumber(2)
 
 
@@ -409,8 +411,10 @@ class TestFailures:
         site.stop(number=signal.SIGKILL)
         site.age_reports(25)
         site.apply(4, blue=100)
-        with pytest.raises(ServiceUnavailableError, match="r1 has not reported table"):
+        with pytest.raises(ServiceUnavailableError, match="r1 has not reported table") as raised:
             site.apply(5, blue=90, green=10)
+        command = f"onnx-ops rollback {site.config.endpoint} --write-off REPLICA --reason WHY"
+        assert command in raised.value.remedy
 
     def test_replica_server_after_follower_kill_serves_until_takeover(
         self, site: ReplicaSite

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -94,6 +95,23 @@ def test_sagemaker_roll_back_of_endpoint_that_refuses_updates_replaces_it(
 
 
 @pytest.mark.parametrize("strategy", ["ab", "guarded"])
+def test_sagemaker_apply_of_former_state_after_failed_update_serves_former_version(
+    site: Site, strategy: str
+) -> None:
+    """This is what the recommended reconciliation does, because the ledger has this state."""
+    config = config_of(f"restored-{strategy}", strategy=strategy)
+    site.apply(1, config, blue=100)
+    site.fake.behave(stuck="no capacity")
+    with pytest.raises(InfrastructureError, match="neither finish nor revert") as failed:
+        site.apply(2, config, green=100)
+    site.fake.behave(stuck="")
+    assert f"onnx-ops reconcile {config.endpoint}" in failed.value.remedy
+    assert site.provider.observe(config) is None
+    site.apply(3, config, blue=100)
+    assert serves_only(site.observed(config), site.blue)
+
+
+@pytest.mark.parametrize("strategy", ["ab", "guarded"])
 def test_sagemaker_roll_back_after_failed_update_serves_former_version_with_new_config(
     site: Site, strategy: str
 ) -> None:
@@ -136,8 +154,10 @@ def test_sagemaker_roll_back_of_finished_or_older_generation_changes_nothing(sit
     site.apply(4, config, blue=100)
     calls = list_calls(site, lambda: site.provider.roll_back(config, back, generation=5))
     assert count_changes(calls) == 0
-    with pytest.raises(ConflictError):
+    with pytest.raises(ConflictError) as conflict:
         site.provider.roll_back(config, site.state(green=100), generation=4)
+    (claim,) = re.findall(rf"`s3://{BUCKET}/(.+)`", conflict.value.remedy)
+    assert site.client("s3").head_object(Bucket=BUCKET, Key=claim)
     assert site.invoke("finished") == ("blue", 2.0)
 
 

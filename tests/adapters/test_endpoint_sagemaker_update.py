@@ -115,8 +115,9 @@ def test_sagemaker_update_with_firing_alarm_is_refused_except_rollback_and_resto
     site.apply(2, alarmed, green=100)
     alarm_is(site, "ALARM")
     site.fake.fault()
-    with pytest.raises(InfrastructureError, match=r"alarms are firing .*: failing"):
+    with pytest.raises(InfrastructureError, match=r"alarms are firing .*: failing") as refused:
         site.apply(3, alarmed, blue=100)
+    assert f"onnx-ops rollback {alarmed.endpoint}" in refused.value.remedy
     assert updates(site) == 0
     site.provider.roll_back(alarmed, site.state(blue=100, green=0), generation=4)
     assert site.invoke(alarmed.endpoint) == ("main", 2.0)

@@ -96,20 +96,21 @@ def test_sagemaker_diagnosis_of_image_checks_registry_existence_and_pull_permiss
 ) -> None:
     image = str(SETTINGS["image"])
     missing = found(image=image.replace("onnx-ops:1", "other:1"))["image"]
-    assert (missing.ok, "create-repository --repository-name other" in missing.remedy) == (
-        False,
-        True,
-    )
+    assert not missing.ok
+    create = "`aws ecr create-repository --region us-east-1 --repository-name"
+    assert f"{create} other`" in missing.remedy
     client(account, "ecr").create_repository(repositoryName="empty")
     empty = found(image=image.replace("onnx-ops:1", "empty:7"))["image"]
     assert empty.found == "empty has no 7"
-    assert empty.remedy == f"Run `docker push {image.replace('onnx-ops:1', 'empty:7')}`."
+    assert f"`docker push {image.replace('onnx-ops:1', 'empty:7')}`" in empty.remedy
+    assert "digest" not in empty.remedy
     by_digest = found(image=image.replace("onnx-ops:1", f"empty@sha256:{'a' * 64}"))["image"]
     assert f"`docker push {image.replace('onnx-ops:1', 'empty')}:TAG`" in by_digest.remedy
+    assert "set `image` to the digest" in by_digest.remedy
     far = found(image=image.replace("us-east-1", "eu-west-1"))["image"]
     assert not far.ok
     golden("reasons", far.found)
-    assert "ECR" in found(image="ghcr.io/acme/onnx-ops:1")["image"].remedy
+    assert f"{create} onnx-ops`" in found(image="ghcr.io/acme/onnx-ops:1")["image"].remedy
     try:
         account.behave(denied=["ecr:BatchGetImage"])
         pull = found()["pull"]

@@ -119,8 +119,8 @@ class AzureDeploymentEndpoints(CloudEndpoints):
                     f"{name} of an existing endpoint cannot be changed from {was or 'none'} to "
                     f"{desired or 'none'}",
                     where=after.endpoint,
-                    remedy=f"Restore {name}, or choose another `name` for the endpoint, or delete "
-                    f"the endpoint with `onnx-ops delete {after.endpoint}` and run again.",
+                    remedy=f"Restore `{name}`, or delete the endpoint with "
+                    f"`onnx-ops delete {after.endpoint}` and run again.",
                 )
 
     def diagnose(self, endpoints: Mapping[str, Mapping[str, Json]]) -> Iterator[Diagnosis]:

@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from onnx_ops.adapters.azure import (
     LOGIN_REMEDY,
-    ROLE_REMEDY,
     Workspace,
     build_timeouts,
     get_credential,
     get_management_url,
     is_unanswered_token_request,
+    make_role_remedy,
     make_token_error,
     request_resource,
     summarize_error,
@@ -71,6 +71,13 @@ _QUOTA = re.compile(r"quota|not enough cores", re.IGNORECASE)
 _REFUSAL = re.compile(r"HTTP (\d{3}) ?(.*)", re.DOTALL)
 """Pattern of the reason in a refusal: the HTTP status, and Azure's message."""
 _BUSY = re.compile(r"provisioning state|another operation|is in progress", re.IGNORECASE)
+_ANY_WORKSPACE = Workspace(
+    subscription="SUBSCRIPTION", resource_group="GROUP", workspace="WORKSPACE"
+)
+_NEW_MACHINE = (
+    "For an existing endpoint, another `instance_type` needs a new measurement: "
+    "see `onnx-ops docs cloud-traffic`."
+)
 
 
 class BusyError(ConflictError):
@@ -155,7 +162,7 @@ class AzureClient:
         method: str = "GET",
         document: object = None,
         instances: int = 1,
-        role_remedy: str = ROLE_REMEDY,
+        role_remedy: str = "",
     ) -> Any:
         """Send one request to Azure Resource Manager; return its answer.
 
@@ -165,7 +172,7 @@ class AzureClient:
             method: method of the request.
             document: document to send.
             instances: number of requested instances, for errors.
-            role_remedy: remedy for a missing permission.
+            role_remedy: remedy for a missing permission; empty to select it by Azure's answer.
 
         Raises:
             OnnxOpsError: Azure refuses the request, or does not answer. `_explain_answer` selects
@@ -189,8 +196,9 @@ class AzureClient:
                 error.where = error.where or self.owner
                 raise
             status, why = int(match[1]), error.why
+            role_remedy = role_remedy or make_role_remedy(why)
             raise _explain_answer(
-                status, why, where, instances=instances, role_remedy=role_remedy
+                status, why, where, role_remedy=role_remedy, instances=instances
             ) from error
 
     def endpoint(self) -> OnlineEndpoint | None:
@@ -349,6 +357,17 @@ def make_timeout_error(where: str) -> ServiceUnavailableError:
     )
 
 
+def format_log_command(
+    workspace: Workspace = _ANY_WORKSPACE, endpoint: str = "ENDPOINT", name: str = "DEPLOYMENT"
+) -> str:
+    """Return the command that shows a deployment's log; by default, with placeholders."""
+    return (
+        f"`az ml online-deployment get-logs --name {name} --endpoint-name {endpoint} "
+        f"--workspace-name {workspace.workspace} --resource-group {workspace.resource_group} "
+        f"--subscription {workspace.subscription}`"
+    )
+
+
 def _make_write_error(error: ServiceUnavailableError, is_throttled: bool) -> OnnxOpsError:
     """Return the error of a write: Azure refused it for now, or did not answer it."""
     kind = BusyError if is_throttled else UnansweredWriteError
@@ -368,7 +387,17 @@ def _explain(error: BaseException, where: str, instances: int) -> OnnxOpsError:
     status = HTTPStatus.UNAUTHORIZED if is_unauthorized else getattr(error, "status_code", None)
     is_answer = isinstance(error, HttpResponseError) and not isinstance(error, ServiceRequestError)
     code = getattr(getattr(error, "error", None), "code", "")
-    return _explain_answer(status, why, where, code=code, instances=instances, is_answer=is_answer)
+    # Azure's code and the denied action can follow the first line.
+    role_remedy = make_role_remedy(str(error))
+    return _explain_answer(
+        status,
+        why,
+        where,
+        role_remedy=role_remedy,
+        code=code,
+        instances=instances,
+        is_answer=is_answer,
+    )
 
 
 def _explain_answer(
@@ -376,10 +405,10 @@ def _explain_answer(
     why: str,
     where: str,
     *,
+    role_remedy: str,
     code: str = "",
     instances: int = 1,
     is_answer: bool = True,
-    role_remedy: str = ROLE_REMEDY,
 ) -> OnnxOpsError:
     """Return the error for an answer of Azure.
 
@@ -387,10 +416,10 @@ def _explain_answer(
         status: status of the answer, if there is one.
         why: text of the answer.
         where: location that the error shows.
+        role_remedy: remedy for a missing permission.
         code: Azure's code of the error, if it is not part of `why`.
         instances: number of requested instances.
         is_answer: whether Azure answered; False if the request failed before an answer.
-        role_remedy: remedy for a missing permission.
     """
     if status == HTTPStatus.UNAUTHORIZED:
         return RefusedError(
@@ -415,8 +444,7 @@ def _explain_answer(
     if status in _TRANSIENT or not is_answer:
         return make_unanswered_error(where, why)
     remedy = (
-        f"See {where} in the Azure portal. `az ml online-deployment get-logs --endpoint-name "
-        "ENDPOINT --name DEPLOYMENT` shows the log of a deployment."
+        f"See {where} in the Azure portal. {format_log_command()} shows the log of a deployment."
     )
     return InfrastructureError("the operation failed", where=where, why=why, remedy=remedy)
 
@@ -438,14 +466,15 @@ def _explain_shortage(
             where=where,
             why=why,
             remedy="More quota does not help. Set another `instance_type`, use a workspace in "
-            "another region, or try again later.",
+            f"another region, or try again later. {_NEW_MACHINE}",
         )
     if _QUOTA.search(text):
         remedy = (
             f"For `instances: {instances}`, the quota must cover "
             f"{math.ceil(instances * SPARE)} instances, "
             "as Azure keeps 20% in reserve. Request more quota in the portal (Quotas, "
-            "Machine learning), delete an unused deployment, or choose a smaller size."
+            "Machine learning), delete an unused deployment, or choose a smaller size. "
+            f"{_NEW_MACHINE}"
         )
         return InfrastructureError("there is not enough quota", where=where, why=why, remedy=remedy)
     return None
@@ -460,6 +489,7 @@ def _ml_client(workspace: Workspace | None, answer_s: float, *, registry: str = 
     """
     from azure.ai.ml import MLClient
     from azure.ai.ml._utils import _azureml_polling, _endpoint_utils
+    from azure.ai.ml.exceptions import MlException
 
     scope = {"registry_name": registry}
     if workspace is not None:
@@ -477,7 +507,7 @@ def _ml_client(workspace: Workspace | None, answer_s: float, *, registry: str = 
             retry_total=0,
             **build_timeouts(answer_s),
         )
-    except LookupError as error:
+    except (LookupError, MlException) as error:
         remedy = "Set AZUREML_CURRENT_CLOUD to a name that `az cloud list --output table` lists."
         raise InfrastructureError(
             "the name of the Azure cloud is unknown", why=str(error), remedy=remedy

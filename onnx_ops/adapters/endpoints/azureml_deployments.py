@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from onnx_ops.adapters.azure import ROLE_REMEDY
-from onnx_ops.adapters.endpoints.azureml_client import AzureClient, GoneError
+from onnx_ops.adapters.endpoints.azureml_client import (
+    AzureClient,
+    GoneError,
+    format_log_command,
+)
 from onnx_ops.adapters.endpoints.azureml_models import AzureModels
 from onnx_ops.adapters.endpoints.azureml_plan import (
     NOT_SCALED,
@@ -32,7 +35,8 @@ _NOT_OPTIONS = (TRUSTED_KEYS_VARIABLE, f"{OPTION_PREFIX}ENDPOINT")
 """Variables that no option of the pipeline file determines."""
 _MONITOR_API = "api-version=2022-10-01"
 _MONITOR_REMEDY = (
-    "Give the identity the role Monitoring Contributor on the resource group; "
+    "Give the identity a role with `Microsoft.Insights/autoscaleSettings/read`, `write` and "
+    "`delete` on the resource group. `infra/azure` creates such a role; "
     "see `onnx-ops docs azureml-options`."
 )
 
@@ -129,10 +133,8 @@ class AzureDeployments:
                         where=where,
                         why=f"its provisioning state is {resource.state}; the former instances "
                         "still serve",
-                        remedy="See its log in the Azure portal, or with `az ml online-deployment "
-                        f"get-logs --name {name} --endpoint-name {self._client.name} "
-                        f"--workspace-name {self._client.workspace.workspace} "
-                        f"--resource-group {self._client.workspace.resource_group}`.",
+                        remedy="See its log in the Azure portal, or with "
+                        f"{format_log_command(self._client.workspace, self._client.name, name)}.",
                     )
                 has_retried = True
                 self._autoscaling.update(resource)
@@ -302,7 +304,7 @@ class Autoscaling:
         if not self._options.scaled:
             changes["sku"] = {"name": "Default", "capacity": self._options.instances}
         path = self._client.deployment_path(resource.name)
-        self._request(path, f"deployment {resource.name}", "PATCH", changes, ROLE_REMEDY)
+        self._request(path, f"deployment {resource.name}", "PATCH", changes)
 
     def remove(self, resource: OnlineDeployment) -> None:
         """Delete the autoscale setting of a deployment whose tag shows one."""
@@ -394,7 +396,7 @@ class Autoscaling:
         where: str,
         method: str = "GET",
         document: object = None,
-        role_remedy: str = ROLE_REMEDY,
+        role_remedy: str = "",
     ) -> Any:
         """Return the answer of Azure Resource Manager; None if the resource is missing."""
 

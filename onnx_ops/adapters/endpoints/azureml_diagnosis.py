@@ -10,9 +10,9 @@ from typing import Any
 
 from onnx_ops.adapters.azure import (
     LOGIN_REMEDY,
-    ROLE_REMEDY,
     fetch_token,
     get_management_url,
+    make_role_remedy,
     request_resource,
 )
 from onnx_ops.adapters.endpoints.azureml_client import SPARE
@@ -85,7 +85,7 @@ def _diagnose_endpoint(values: Mapping[str, Json]) -> Iterator[Diagnosis]:
             workspace.update(request_resource(f"{options.place.path}?{_API}"))
         except RefusedError as error:
             if "HTTP 404" not in error.why:
-                return False, error.why, ROLE_REMEDY
+                return False, error.why, make_role_remedy(error.why)
             remedy = (
                 "Check `subscription`, `resource_group` and `workspace`, "
                 "or create the workspace with infra/azure."
@@ -111,12 +111,9 @@ def _check_role(options: AzureOptions) -> Finding:
     granted = request_resource(f"{path}?api-version=2022-04-01")
     needed = ACTIONS + _SCALING_ACTIONS * options.scaled
     missing = [action for action in needed if not is_allowed(action, granted.get("value", ()))]
-    found = (
-        f"not permitted: {', '.join(missing)}"
-        if missing
-        else f"all {len(needed)} required permissions are granted"
-    )
-    return not missing, found, ROLE_REMEDY
+    if missing:
+        return False, f"not permitted: {', '.join(missing)}", make_role_remedy(*missing)
+    return True, f"all {len(needed)} required permissions are granted", ""
 
 
 def is_allowed(action: str, granted: Sequence[Mapping[str, Any]]) -> bool:
@@ -160,8 +157,9 @@ def _check_image(options: AzureOptions, registries: list[str]) -> Finding:
         return True, f"{host} exists", ""
     name = host.removesuffix(_REGISTRY_SUFFIX)
     remedy = (
-        f"Run `az acr create --name {name} --sku Basic --resource-group GROUP` and push the image, "
-        "or correct `image`."
+        f"Run `az acr create --name {name} --sku Basic --resource-group GROUP "
+        f"--subscription {options.place.subscription}` and push the image, or correct `image`. "
+        "A registry in another subscription cannot be checked."
     )
     return False, f"the subscription has no registry {host}", remedy
 
@@ -211,7 +209,8 @@ def _check_quota(options: AzureOptions, location: str) -> Finding:
         remedy = (
             f"Choose a size that `az ml compute list-sizes --location {location} "
             f"--workspace-name {options.place.workspace} "
-            f"--resource-group {options.place.resource_group}` lists."
+            f"--resource-group {options.place.resource_group} --subscription {subscription}` "
+            "lists."
         )
         return False, f"{location} does not have this size", remedy
     usages = {

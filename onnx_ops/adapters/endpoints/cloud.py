@@ -39,6 +39,11 @@ from onnx_ops.protocol.server_process import (
     explain_unservable,
 )
 
+_DOWNLOADED = (
+    "`onnx-ops reconcile` downloads the files only of a version that an alias requests, or that it "
+    "restores."
+)
+
 
 class CloudEndpoints(EndpointProvider):
     """Base of the providers that run the image of onnx-ops in containers of a cloud.
@@ -92,8 +97,8 @@ def verify_files(deployment: Deployment) -> dict[str, Path]:
         raise NotFoundError(
             f"the files of {deployment.name} do not exist",
             where=str(folder),
-            remedy="Run the command on the machine that fetched the version, "
-            "or fetch the version again with `onnx-ops reconcile`.",
+            remedy="Run the command on a machine that has the files, or copy the folder from "
+            f"there. {_DOWNLOADED}",
         )
     digest = manifest.digest()
     if digest != deployment.manifest:
@@ -102,7 +107,8 @@ def verify_files(deployment: Deployment) -> dict[str, Path]:
             f"{short_digest(deployment.manifest)}",
             where=str(folder),
             why=f"their digest is {short_digest(digest)}",
-            remedy="Remove the folder, and fetch the files again with `onnx-ops reconcile`.",
+            remedy="Remove the folder, and copy it from a machine that has the intact files. "
+            f"{_DOWNLOADED}",
         )
     return {name: folder / name for name in manifest}
 

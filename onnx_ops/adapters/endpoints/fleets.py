@@ -317,8 +317,9 @@ class TrafficModes(EndpointProvider):
                 where=after.endpoint,
                 why=f"the machine changes from {was} to {desired}, and the target has not changed: "
                 f"its decisions were measured for {was}",
-                remedy=f"Describe the new machine in `requires` of configs/targets/{target}.yaml, "
-                "and measure the target on such a machine with `onnx-ops run`.",
+                remedy=f"Describe the new machine in `requires` of the file of target {target}, "
+                "which `onnx-ops targets` shows. First copy a shipped profile to the project's "
+                "folder of targets. Then measure the target on such a machine with `onnx-ops run`.",
             )
 
     def explain_unservable(self, target: Target) -> str:

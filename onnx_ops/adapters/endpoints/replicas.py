@@ -398,8 +398,8 @@ class ReplicaEndpoints(EndpointProvider):
         )
         try:
             self._create(config, table)
-        except MissingKeyError:
-            known = self._find_rollback_goal(config, seen, goal.manifest)
+        except MissingKeyError as error:
+            known = self._find_rollback_goal(config, seen, goal.manifest, error)
             self._create(
                 config, RollbackTable(endpoint=config.endpoint, number=table.number, to=known)
             )
@@ -803,8 +803,14 @@ class ReplicaEndpoints(EndpointProvider):
             )
 
     def _find_rollback_goal(
-        self, config: EndpointConfig, seen: StorePlace, manifest: Digest
+        self, config: EndpointConfig, seen: StorePlace, manifest: Digest, error: MissingKeyError
     ) -> TableNumber:
+        """Return the newest signed table whose stable version has this manifest.
+
+        Raises:
+            MissingKeyError: no such table exists; the cause is `error`, for which no table could be
+                signed.
+        """
         for number in reversed(seen.numbers):
             with suppress(OnnxOpsError):
                 table = self._read_table(config, number)
@@ -814,11 +820,11 @@ class ReplicaEndpoints(EndpointProvider):
                 ):
                     return number
         raise MissingKeyError(
-            "no signed table serves the version of the rollback, and this process has no key",
+            "no signed table serves the version of the rollback, and this process cannot sign one",
             where=config.endpoint,
-            remedy="Run the command on a machine with a trusted release key: "
-            "`onnx-ops keys list` shows the keys.",
-        )
+            why=": ".join(filter(None, (error.what, error.why))),
+            remedy=error.remedy,
+        ) from error
 
     def _wait_until_loaded(
         self, config: EndpointConfig, table: ReplicaTable, expected: int
@@ -862,8 +868,9 @@ class ReplicaEndpoints(EndpointProvider):
                 "not all replicas reported in time that they loaded the new version",
                 where=config.endpoint,
                 why="; ".join(missing),
-                remedy="Start the replicas, or wait until missing replicas are no longer "
-                "registered: see `onnx-ops status`.",
+                remedy="Start the replicas. If a silent replica will not return, run "
+                f"`onnx-ops rollback {config.endpoint} --write-off REPLICA --reason WHY`, "
+                "which moves no traffic.",
             )
 
     def _wait_until_adopted(

@@ -305,5 +305,8 @@ class GenerationFence:
         return ConflictError(
             f"generation {generation} or a later one is already claimed for another state",
             where=self._client.endpoint,
-            remedy="Another client is changing this endpoint: see `onnx-ops history`.",
+            remedy="Another client is changing this endpoint: see "
+            f"`onnx-ops history {self._client.endpoint}`. If the history shows no such change, "
+            "another ledger made it: restore that ledger (`onnx-ops docs backup`). If no other "
+            f"project uses the endpoint, delete `s3://{self._client.options.bucket}/{self._key}`.",
         )

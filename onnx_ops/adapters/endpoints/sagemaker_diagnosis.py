@@ -152,21 +152,27 @@ def _check_bucket(s3: Any, bucket: str) -> Finding:
 
 def _check_image(connect: Clients, image: str) -> Finding:
     """Check that the image is in ECR, in the endpoint's region."""
-    match = _ECR.fullmatch(image)
+    match, region = _ECR.fullmatch(image), connect("sagemaker").meta.region_name
+    create = f"`aws ecr create-repository --region {region} --repository-name"
     if match is None:
         remedy = (
-            "Create a repository with `aws ecr create-repository --repository-name onnx-ops`, "
-            "push the image to it, and set `image` to its address: only ECR is supported."
+            f"Run {create} onnx-ops`. Push the image, as {_DOCS} shows, and set `image` to its "
+            "address. Only ECR is supported."
         )
         return False, f"{image} is not in ECR", remedy
-    ecr, region = connect("ecr"), connect("sagemaker").meta.region_name
+    ecr = connect("ecr")
     if match["region"] != region:
         remedy = f"Copy the image to {region} (ECR can replicate it), and set `image` to the copy."
         return False, f"the image is in {match['region']}, not in {region}", remedy
     tag, repository = match["tag"] or "latest", match["repository"]
     ids = [{"imageDigest": match["digest"]} if match["digest"] else {"imageTag": tag}]
-    # Docker refuses to push a digest.
-    pushed = f"{image.partition('@')[0]}:TAG" if match["digest"] else image
+    push = f"`docker push {image}`"
+    if match["digest"]:  # Docker refuses to push a digest.
+        push = (
+            f"`docker push {image.partition('@')[0]}:TAG`, and set `image` to the digest that it "
+            "prints"
+        )
+    login = f"{_DOCS} shows the login of Docker."
     answer, code = _ask(
         lambda: ecr.describe_images(
             registryId=match["account"], repositoryName=repository, imageIds=ids
@@ -175,13 +181,10 @@ def _check_image(connect: Clients, image: str) -> Finding:
         "ImageNotFoundException",
     )
     if code == "RepositoryNotFoundException":
-        remedy = (
-            f"Run `aws ecr create-repository --repository-name {repository}`, "
-            f"then `docker push {pushed}`."
-        )
+        remedy = f"Run {create} {repository}`, then {push}. {login}"
         return False, f"ECR has no repository {repository}", remedy
     if code:
-        remedy = f"Run `docker push {pushed}`."
+        remedy = f"Run {push}. {login}"
         return False, f"{repository} has no {match['digest'] or tag}", remedy
     return (True, image, "") if answer["imageDetails"] else (False, f"{image} is not described", "")
 

@@ -300,16 +300,30 @@ class EndpointUpdate:
             quiet = [name for name in states if name not in firing]
             return build_deployment_config(self._options, quiet, at_once=bool(firing))
         if firing:
-            endpoint = self._client.endpoint
             raise InfrastructureError(
                 f"these alarms are firing and cannot guard an update: {', '.join(firing)}",
-                where=endpoint,
-                remedy=f"Wait until no alarm fires, or run `onnx-ops rollback {endpoint}`, "
-                "which alarms do not stop.",
+                where=self._client.endpoint,
+                remedy=self._format_alarm_remedy(),
             )
         if states:
             self._fence.begin_update(layout.config_name, states)
         return build_deployment_config(self._options, list(states), at_once=self._is_rollback)
+
+    def _format_alarm_remedy(self) -> str:
+        """Return the remedy for an update that a firing alarm prevents.
+
+        With `traffic: table`, the update changes only instances. A rollback would change only the
+        traffic.
+        """
+        if self._options.is_table:
+            return (
+                "Wait until no alarm fires, or remove the firing alarms from `alarms` for this "
+                "change."
+            )
+        return (
+            "Wait until no alarm fires. To return to the previous version, run "
+            f"`onnx-ops rollback {self._client.endpoint}`: alarms do not stop it."
+        )
 
     def _refuse_alarmed(
         self, layout: EndpointLayout, description: Mapping[str, Any] | None
@@ -385,8 +399,8 @@ class EndpointUpdate:
                     where=endpoint,
                     why=why,
                     remedy="Remove the cause that SageMaker names, "
-                    f"then run `onnx-ops rollback {endpoint}`, "
-                    "which updates the endpoint to the previous version.",
+                    f"then run `onnx-ops reconcile {endpoint}`. "
+                    "The command updates the endpoint to the version in the ledger.",
                 )
             if self._alarms:
                 self._fence.end_update(layout.config_name)
