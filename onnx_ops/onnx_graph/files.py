@@ -34,7 +34,7 @@ _OTHERS = {
     b"\x80": "a Python pickle, as joblib and torch write them: export it with the "
     "`export.framework` that made it",
     b"\x89HDF": "HDF5, as Keras writes it: export the model to ONNX",
-    b"version ": "a pointer of Git LFS: fetch the file with git lfs pull",
+    b"version ": "a pointer of Git LFS: run git lfs install, then git lfs pull",
 }
 """The kind of a file that is not ONNX, with the remedy, by the file's first bytes."""
 
@@ -440,7 +440,9 @@ def resolve_external_files(model: onnx.ModelProto, folder: Path) -> tuple[Path, 
                 f"the model's external data {entries['location']!r} is a pointer of Git LFS, "
                 "not the weights"
             )
-            raise RefusedError(what, where=str(folder), remedy="Fetch the file: git lfs pull")
+            raise RefusedError(
+                what, where=str(folder), remedy="Run `git lfs install`, then `git lfs pull`."
+            )
         files[path] = None
         places.append(_locate(tensor, entries, path))
     _refuse_overlaps(places)

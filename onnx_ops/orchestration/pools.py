@@ -257,7 +257,8 @@ class PrefectPools(Pools):
             raise StageError(
                 f"the stage ran longer than its time-out of {stage.timeout:g} s and was stopped",
                 where=stage.title,
-                remedy="Raise `timeout` in the pipeline file if the stage needs more time.",
+                remedy="Raise `timeout` in the pipeline file if the stage needs more time. "
+                "`recheck` uses the new value after `onnx-ops run FILE --no-cache benchmark`.",
             )
 
     def _check_start(self, stage: PlacedStage, pending_s: float) -> None:

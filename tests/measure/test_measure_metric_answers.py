@@ -159,7 +159,7 @@ def test_read_probabilities_of_scores_returns_one_column_per_class(
     ],
 )
 def test_read_prediction_of_unfit_outputs_names_key_that_helps(
-    options: dict[str, str], remedy: str
+    options: dict[str, Any], remedy: str
 ) -> None:
     definition = MetricDefinition(name="mae", **options)
     decode = (lambda outputs: outputs["scores"]) if "decode" in options else None

@@ -404,7 +404,7 @@ def test_read_model_with_git_lfs_pointer_as_weights_raises_refused_error(tmp_pat
     )
     with pytest.raises(RefusedError, match=r"'weights\.bin' is a pointer of Git LFS") as caught:
         read_model(tmp_path / "m.onnx")
-    assert caught.value.remedy == "Fetch the file: git lfs pull"
+    assert caught.value.remedy == "Run `git lfs install`, then `git lfs pull`."
 
 
 @pytest.mark.parametrize(

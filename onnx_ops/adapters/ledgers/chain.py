@@ -172,7 +172,10 @@ class LedgerKeys:
         where = f"ledger {format_name(stored.entry.endpoint, stored.entry.sequence)}"
         if not stored.signatures:
             raise CorruptStateError(
-                f"the entry {grant}, and has no signature", where=where, remedy=_REMEDY
+                f"the entry {grant}, and has no signature",
+                where=where,
+                remedy=f"{_REMEDY} If the ledger was never signed and you trust its storage, add "
+                "`--unsigned`.",
             )
         # After keys of a ledger were stolen, an adoption can replace them. So its signature can
         # also be by a key that this machine trusts.
