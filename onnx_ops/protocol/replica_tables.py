@@ -188,6 +188,12 @@ def decode_table(
     return table
 
 
+def list_signing_keys(data: bytes) -> tuple[Digest, ...]:
+    """Return the digests of the keys that a valid signed table names."""
+    signatures = codec.loads(data.partition(b"\n")[2], tuple[EnvelopeSignature, ...])
+    return tuple(signature.keyid for signature in signatures)
+
+
 def resolve(table: StoredTable, read: Callable[[TableNumber], ReplicaTable]) -> ReplicaTable:
     """Return a signed table, or the table that a `RollbackTable` describes.
 

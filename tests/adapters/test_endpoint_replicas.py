@@ -47,6 +47,7 @@ from onnx_ops.protocol.replica_tables import (
 )
 from onnx_ops.protocol.server_process import SERVER_FILE, ServerRecord
 from onnx_ops.testing.endpoints import Disturbance, EndpointProviderSuite, Killed
+from onnx_ops.testing.fakes import FakeSigner
 from tests.adapters.replica_site import ReplicaSite, ask_replica, open_site, report_feedback
 from tests.support.processes import until
 
@@ -367,6 +368,15 @@ class TestWithoutKey:
     ) -> None:
         serving.apply(3, green=100, blue=0)
         serving.provider.sign_with(lambda: None)
+        serving.provider.roll_back(serving.config, serving.state(blue=100, green=0), generation=4)
+        assert serving.adopted() == TableNumber(4)
+        assert {SUITE.scale(serving.address()) for _ in range(30)} == {2.0}
+
+    def test_replica_rollback_with_key_that_replicas_do_not_trust_succeeds(
+        self, serving: ReplicaSite
+    ) -> None:
+        serving.apply(3, green=100, blue=0)
+        serving.provider.sign_with(FakeSigner)
         serving.provider.roll_back(serving.config, serving.state(blue=100, green=0), generation=4)
         assert serving.adopted() == TableNumber(4)
         assert {SUITE.scale(serving.address()) for _ in range(30)} == {2.0}

@@ -88,6 +88,7 @@ from onnx_ops.protocol.replica_tables import (
     find_newest,
     give_way,
     list_receivers,
+    list_signing_keys,
     plan_tables,
     require_table,
     resolve,
@@ -313,8 +314,9 @@ class ReplicaEndpoints(EndpointProvider):
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Publish a table that restores the previous version, unless it is published.
 
-        If this process has no release key, the published object refers to a signed table. Then wait
-        a limited time until the replicas adopt the table.
+        The published object refers to a signed table if this process has no release key, or if
+        another key signed the newest table. Then wait a limited time until the replicas adopt the
+        table.
         """
         seen = self._look(config, with_replicas=False)
         current = None if seen.newest is None else seen.newest.table.state
@@ -396,13 +398,29 @@ class ReplicaEndpoints(EndpointProvider):
             limits_s={},
             is_leased=is_leased,
         )
+        missing = None
         try:
-            self._create(config, table)
+            own_key = self._require_signer(config).key
         except MissingKeyError as error:
-            known = self._find_rollback_goal(config, seen, goal.manifest, error)
+            own_key, missing = None, error
+        # Replicas skip a table whose key they do not trust. They trust the key of the newest signed
+        # table. With another key, it is safer to refer to a signed table.
+        if own_key in self._list_keys(config, seen):
+            self._create(config, table)
+        elif (known := self._find_rollback_goal(config, seen, goal.manifest)) is not None:
             self._create(
                 config, RollbackTable(endpoint=config.endpoint, number=table.number, to=known)
             )
+        elif missing is None:
+            self._create(config, table)
+        else:
+            raise MissingKeyError(
+                "no signed table serves the version of the rollback, and this process cannot sign "
+                "one",
+                where=config.endpoint,
+                why=": ".join(filter(None, (missing.what, missing.why))),
+                remedy=missing.remedy,
+            ) from missing
 
     def _upload(
         self, config: EndpointConfig, seen: StorePlace, deployments: Iterable[Deployment]
@@ -802,29 +820,33 @@ class ReplicaEndpoints(EndpointProvider):
                 HEAD, codec.dumps(TableHead(number=number, beat=time.time_ns()))
             )
 
-    def _find_rollback_goal(
-        self, config: EndpointConfig, seen: StorePlace, manifest: Digest, error: MissingKeyError
-    ) -> TableNumber:
-        """Return the newest signed table whose stable version has this manifest.
-
-        Raises:
-            MissingKeyError: no such table exists; the cause is `error`, for which no table could be
-                signed.
-        """
+    def _iterate_signed(self, config: EndpointConfig, seen: StorePlace) -> Iterator[ReplicaTable]:
+        """Yield the valid signed tables, newest first."""
         for number in reversed(seen.numbers):
             with suppress(OnnxOpsError):
                 table = self._read_table(config, number)
-                if (
-                    isinstance(table, ReplicaTable)
-                    and give_way(table.table).leader().manifest == manifest
-                ):
-                    return number
-        raise MissingKeyError(
-            "no signed table serves the version of the rollback, and this process cannot sign one",
-            where=config.endpoint,
-            why=": ".join(filter(None, (error.what, error.why))),
-            remedy=error.remedy,
-        ) from error
+                if isinstance(table, ReplicaTable):
+                    yield table
+
+    def _list_keys(self, config: EndpointConfig, seen: StorePlace) -> tuple[Digest, ...]:
+        """Return the keys that signed the newest signed table; empty if there is none."""
+        newest = next(self._iterate_signed(config, seen), None)
+        if newest is None:
+            return ()
+        return list_signing_keys(self._tables[self._control(config).place, newest.number])
+
+    def _find_rollback_goal(
+        self, config: EndpointConfig, seen: StorePlace, manifest: Digest
+    ) -> TableNumber | None:
+        """Return the newest signed table whose stable version has this manifest, or None."""
+        return next(
+            (
+                table.number
+                for table in self._iterate_signed(config, seen)
+                if give_way(table.table).leader().manifest == manifest
+            ),
+            None,
+        )
 
     def _wait_until_loaded(
         self, config: EndpointConfig, table: ReplicaTable, expected: int
