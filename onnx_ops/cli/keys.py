@@ -202,8 +202,8 @@ def keys_retire(
         bool,
         typer.Option(
             "--force",
-            help="Retire the key even if versions under aliases lose their decision, the registry "
-            "does not answer, or a ledger cannot be changed.",
+            help="Retire the key even if versions lose their decision, the registry does not "
+            "answer, or a ledger cannot be changed.",
         ),
     ] = False,
     dry_run: Annotated[
@@ -214,8 +214,8 @@ def keys_retire(
     """Stop trusting a key: for all decisions, and for new entries of ledgers.
 
     Entries of ledgers that the key has signed until now stay valid; after a theft, only those up to
-    the entry that --keep names. The command refuses if versions under aliases would lose their
-    decision, and lists them.
+    the entry that --keep names. The command refuses if versions under aliases or at endpoints would
+    lose their decision, and lists them.
 
     Example: onnx-ops keys retire 3f2a91c07be4 --dry-run
     """
@@ -227,17 +227,23 @@ def keys_retire(
     known = keyring.find(key)
     keyring.require_retirable(known)
     lost = _list_dependents(project.context, known.key, force=force)
-    names = [f"{version.model}/{version.version} as {version.alias}" for version in lost]
+    names = [
+        f"{version.model}/{version.version} "
+        + (f"as {version.alias}" if version.alias else f"at endpoint {version.endpoint}")
+        for version in lost
+    ]
     if lost and not (force or dry_run):
         raise RefusedError(
-            f"{len(lost)} version{'s' if len(lost) > 1 else ''} under aliases would lose the "
-            "decision",
+            f"{len(lost)} version{'s' if len(lost) > 1 else ''} under aliases or at endpoints "
+            "would lose the decision",
             where=f"key {short_digest(known.key)}",
             why=", ".join(names),
-            remedy="For each version, check out the commit in its tag `git.sha`. Run "
-            "`onnx-ops run FILE --no-cache gate --until register` there, which signs with the new "
-            "key. A version that an override permits needs a new override. Or use --force: the "
-            "listed versions then cannot be promoted again.",
+            remedy="For each version under an alias, check out the commit in its tag `git.sha`. "
+            "Run `onnx-ops run FILE --no-cache gate --until register` there, which signs with the "
+            "new key. A version that an override permits needs a new override. For each version at "
+            "an endpoint, release another version, and wait for `scale_down_delay`. Or use "
+            "--force: the listed versions then cannot be promoted again, and restarted servers do "
+            "not load them.",
         )
     archived: tuple[Path, ...] = ()
     if not dry_run:
@@ -261,20 +267,21 @@ def keys_retire(
 
 
 def _list_dependents(context: Context, key: Digest, *, force: bool) -> tuple[Dependent, ...]:
-    """Return the versions under aliases that lose their decision if a key is retired.
+    """Return the versions under aliases and at endpoints that lose their decision.
 
-    If the registry does not answer, the result is empty with `force`; otherwise raise the error.
+    If the registry does not answer, aliases are left out with `force`; otherwise raise the error.
     """
-    from onnx_ops.release.audit import list_dependents
+    from onnx_ops.release.audit import list_dependents, list_deployed_dependents
 
+    deployed = list_deployed_dependents(context, key)
     try:
-        return list_dependents(context, key)
+        return (*list_dependents(context, key), *deployed)
     except ServiceUnavailableError as error:
         # With --force, a stolen key can be retired even while the registry is down.
         if not force:
             raise
-        say(f"the versions that lose their decision are unknown: {error}", err=True)
-        return ()
+        say(f"the aliases whose versions lose their decision are unknown: {error}", err=True)
+        return deployed
 
 
 def _withdraw_from_ledgers(

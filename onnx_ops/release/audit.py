@@ -5,7 +5,7 @@ Decisions are re-evaluated from stored evidence.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from onnx_ops import codec
 from onnx_ops.attestation import verify_envelope
@@ -13,6 +13,7 @@ from onnx_ops.domain.artifact import Digest, digest_bytes
 from onnx_ops.domain.decision import Decision, DecisionRecord, SignedDecision
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.gate import Gate
+from onnx_ops.domain.quantities import OMIT_DEFAULT
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import format_alias
 from onnx_ops.errors import (
@@ -45,11 +46,15 @@ class ReevaluatedDecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dependent:
-    """A version that depends on a signing key, and the alias that points to it."""
+    """A version that depends on a signing key, and what refers to the version.
+
+    This is an alias, or an endpoint that serves the version or can roll back to it.
+    """
 
     model: str
     version: str
-    alias: str
+    alias: str = field(default="", metadata=OMIT_DEFAULT)
+    endpoint: str = field(default="", metadata=OMIT_DEFAULT)
 
 
 def reevaluate(
@@ -182,6 +187,27 @@ def list_dependents(context: Context, key: Digest) -> tuple[Dependent, ...]:
                 # Only versions that onnx-ops registered have decisions.
                 continue
     return tuple(dependents)
+
+
+def list_deployed_dependents(context: Context, key: Digest) -> tuple[Dependent, ...]:
+    """Return the versions of endpoints whose decision or override the key signed.
+
+    These are the stable, previous and candidate versions. The ledger keeps the signature with which
+    a version was deployed. Without that key, a restarted server does not load the version.
+    """
+    dependents = []
+    for name in list_bound_endpoints(context):
+        state = context.ledger.state(name)
+        roles = (state.roles.stable, state.roles.previous, state.roles.candidate)
+        dependents += [
+            Dependent(model=state.config.model, version=one.version, endpoint=name)
+            for one in roles
+            if state.config is not None
+            and one is not None
+            and one.authority is not None
+            and any(signature.keyid == key for signature in one.authority.signatures)
+        ]
+    return tuple(dict.fromkeys(dependents))
 
 
 def _load_documents(
