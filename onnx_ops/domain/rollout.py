@@ -448,6 +448,12 @@ def find_step(policy: RolloutPolicy, index: int) -> PlannedStep:
     return before[min(index, len(before) - 1)]
 
 
+def get_step_limit_s(policy: RolloutPolicy, index: int) -> float:
+    """Return the time in seconds after which an undecided step needs an operator."""
+    is_test = find_step(policy, index).kind == "ab_test"
+    return policy.ab_test.duration if is_test and policy.ab_test else policy.step_timeout
+
+
 @dataclass(frozen=True, slots=True)
 class _Rollout:
     """The rollout of an endpoint that has a stable version.

@@ -36,6 +36,7 @@ from onnx_ops.domain.rollout import (
     Wait,
     WaitKind,
     choose_next_action,
+    get_step_limit_s,
     plan_reversal,
 )
 from onnx_ops.domain.rollout_observations import MetricsReading, Observations
@@ -561,10 +562,27 @@ def choose_action(
         draws_epochs="epochs" in capabilities,
         has_fleet="fleet" in capabilities,
     )
-    if not isinstance(action, Wait):
-        return _hold(action, state.roles, snapshot, state.command)
-    why = desired.blocked_by if state.roles.candidate is None and desired.blocked_by else action.why
-    return replace(action, why=f"{why}: {snapshot.failure}" if snapshot.failure else why)
+    if isinstance(action, Wait):
+        blocked = desired.blocked_by if state.roles.candidate is None else ""
+        why = blocked or action.why
+        action = replace(action, why=f"{why}: {snapshot.failure}" if snapshot.failure else why)
+    else:
+        action = _hold(action, state.roles, snapshot, state.command)
+    is_late = snapshot.failure and _is_step_late(state, journal.context.clock.now())
+    if is_late and isinstance(action, Wait) and action.kind is WaitKind.ANALYZING:
+        why = f"needs an operator: the time of the step is over ({action.why})"
+        return Wait(why=why, kind=WaitKind.INCONCLUSIVE)
+    return action
+
+
+def _is_step_late(state: ReleaseState, now: float) -> bool:
+    """Return whether the candidate's present step lasts longer than its policy permits."""
+    seen, roles = state.observations, state.roles
+    if seen is None or roles.candidate is None:
+        return False
+    if (seen.candidate, seen.step) != (roles.candidate.manifest, roles.step):
+        return False
+    return now - seen.started_at >= get_step_limit_s(state.policy, roles.step)
 
 
 def _hold(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from onnx_ops.domain.ledger import MetricsRecorded
+from onnx_ops.domain.rollout import WaitKind
 from onnx_ops.domain.rollout_observations import ShadowCounts
 from onnx_ops.domain.rollout_policy import Guardrail, RolloutPolicy, ShadowTrial
 from onnx_ops.errors import RefusedError, ServiceUnavailableError
@@ -112,6 +113,25 @@ def test_rollout_without_counts_stays_at_step_and_can_be_aborted(golden: Golden)
     scene.abort()
     scene.reconcile()
     assert scene.traffic() == {"v1": 100}
+
+
+def test_rollout_whose_source_stays_silent_needs_operator_until_counts_return() -> None:
+    scene = begun()
+    traffic(scene, 1000)
+    scene.world.provider.counted.down = True
+    assert scene.state().pause is None
+    scene.world.clock.advance(GUARDED.step_timeout)
+    report = scene.reconcile()[-1]
+    assert "needs an operator" in report.why
+    assert "the metrics source does not answer" in report.why
+    assert must(scene.state().pause).wait is WaitKind.INCONCLUSIVE
+    count = scene.world.ledger.count("digits")
+    scene.reconcile()
+    assert scene.world.ledger.count("digits") == count
+    scene.world.provider.counted.down = False
+    for _ in range(20):
+        traffic(scene, 10_000)
+    assert scene.traffic()["v2"] > 10
 
 
 def test_rollout_start_without_counts_raises_service_unavailable_error() -> None:
