@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
@@ -284,7 +285,8 @@ def find_recall_jump(matches: Matches) -> float:
 
     The precision is read at 101 recalls. Whether a class reaches the next recall depends on single
     objects. With one class and one threshold, the metric then changes by 1/101 of the last
-    precision. The jumps of all curves whose recall is near a step are added as independent changes.
+    precision. If the recalls of a class are near the same step at several thresholds, the same
+    objects decide, so the jumps are added. Other jumps are added as independent changes.
     """
     objects = np.asarray(matches.objects.sum(axis=1)).ravel()
     known = int((objects > 0).sum())
@@ -293,6 +295,7 @@ def find_recall_jump(matches: Matches) -> float:
         chosen = np.flatnonzero(matches.category == number)
         chosen = chosen[np.argsort(-matches.score[chosen], kind="stable")]
         counted = np.cumsum(~matches.ignored[chosen], axis=0)
+        jumps: dict[tuple[int, int], float] = {}
         for right, count in zip(matches.right[chosen].T, counted.T, strict=True):
             places = np.flatnonzero(right)
             if not places.size:
@@ -301,9 +304,10 @@ def find_recall_jump(matches: Matches) -> float:
             # Even if all `size` objects are found, up to 3 of another `size` objects can be missed
             # (rule of three).
             reach = 2 * np.sqrt(recall * (1 - recall) / size) + 3 / size
-            steps = np.floor(100 * np.array([recall - reach, min(recall + reach, 1)]))
+            steps = math.floor(100 * (recall - reach)), math.floor(100 * min(recall + reach, 1))
             if steps[0] < steps[1]:
-                squares += (len(places) / count[places[-1]]) ** 2
+                jumps[steps] = jumps.get(steps, 0.0) + len(places) / count[places[-1]]
+        squares += sum(jump**2 for jump in jumps.values())
     curves = matches.right.shape[1] * max(1, known)
     return float(np.sqrt(squares) / (len(_RECALL_STEPS) * curves))
 
