@@ -112,7 +112,8 @@ def status(
 
     def report() -> None:
         if statuses or not errors:
-            status_report(statuses, context.clock.now())
+            elsewhere = _explain_elsewhere(context, statuses)
+            status_report(statuses, context.clock.now(), elsewhere)
         print_errors(errors)
 
     print_result(
@@ -322,8 +323,27 @@ def status_document(status: EndpointStatus) -> dict[str, Any]:
     }
 
 
-def status_report(statuses: Sequence[EndpointStatus], now: float) -> None:
-    """Print the status of endpoints."""
+def _explain_elsewhere(context: Context, statuses: Sequence[EndpointStatus]) -> dict[str, str]:
+    """Return why silent endpoints can run from another state folder, by endpoint.
+
+    Endpoints without such a reason are left out.
+    """
+    reasons = {
+        config.endpoint: context.provider(config.provider).explain_elsewhere(config)
+        for status in statuses
+        if status.actual is None and (config := status.state.config) is not None
+    }
+    return {name: why for name, why in reasons.items() if why}
+
+
+def status_report(
+    statuses: Sequence[EndpointStatus], now: float, elsewhere: Mapping[str, str] | None = None
+) -> None:
+    """Print the status of endpoints.
+
+    Args:
+        elsewhere: why endpoints can run from another state folder, by endpoint.
+    """
     if not statuses:
         say(
             "No endpoints yet, or none with the given model or target. "
@@ -347,7 +367,7 @@ def status_report(statuses: Sequence[EndpointStatus], now: float) -> None:
                 f"`onnx-ops rollback --withdraw {state.endpoint}` cancels it",
                 indent=2,
             )
-        _print_answer(status)
+        _print_answer(status, (elsewhere or {}).get(state.endpoint, ""))
         for role in ("stable", "candidate", "previous"):
             deployment = getattr(state.roles, role)
             if deployment is not None:
@@ -362,10 +382,11 @@ def status_report(statuses: Sequence[EndpointStatus], now: float) -> None:
             print_text("[yellow]aliases pending[/yellow]: {}", aliases, indent=2)
 
 
-def _print_answer(status: EndpointStatus) -> None:
+def _print_answer(status: EndpointStatus, elsewhere: str) -> None:
     """Print whether an endpoint answers, and what it serves.
 
-    If the endpoint does not answer or has no supervisor, print the command that repairs it.
+    If the endpoint does not answer or has no supervisor, print the command that repairs it. If
+    `elsewhere` gives a reason why it can run from another state folder, print this reason.
     """
     address, repair = status.address or "", f"onnx-ops reconcile {status.state.endpoint}"
     if status.actual is not None:
@@ -374,6 +395,10 @@ def _print_answer(status: EndpointStatus) -> None:
         text = "answers at {}, but [red]has no supervisor[/red]: no change is possible"
         print_text(text, address, indent=2)
         say(f"{repair} restarts its supervisor without a lost request", indent=2)
+    elif status.state.roles.stable is not None and elsewhere:
+        print_text("[red]does not answer here[/red]: {}", elsewhere, indent=2)
+        say("Run this command as the user and with the state folder of the server.", indent=2)
+        say(f"If the server no longer exists, `{repair}` starts another one.", indent=2)
     elif status.state.roles.stable is not None:
         print_text("[red]does not answer[/red]; {} starts it again", repair, indent=2)
 

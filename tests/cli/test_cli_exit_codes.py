@@ -87,6 +87,25 @@ def test_status_of_endpoint_without_supervisor_exits_with_4(
     assert "has no supervisor" in capfd.readouterr().out
 
 
+def test_status_of_endpoint_of_other_state_folder_names_that_folder_first(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    scene = begun()
+    monkeypatch.setattr(
+        "onnx_ops.app.context.open_project", lambda: SimpleNamespace(context=scene.context)
+    )
+    monkeypatch.setattr(
+        type(scene.world.provider), "explain_elsewhere", lambda *_: "its folder does not exist"
+    )
+    scene.world.provider.down = True
+    with pytest.raises(typer.Exit) as ended:
+        endpoints.status()
+    assert ended.value.exit_code == 4
+    shown = " ".join(capfd.readouterr().out.split())
+    assert "does not answer here: its folder does not exist" in shown
+    assert "starts it again" not in shown
+
+
 def test_print_json_keeps_library_output_out_of_stdout(capfd: pytest.CaptureFixture[str]) -> None:
     @handle_errors
     def command(*, as_json: bool) -> None:
