@@ -57,7 +57,9 @@ def run(file: Path, folder: Path, **given: str) -> tuple[list[str], int]:
 
     Return the arguments of the call of `onnx-ops`, and the exit code of the step.
     """
-    (step,) = [step for step in steps_of(load(file)) if "env" in step]
+    (step,) = [
+        step for step in steps_of(load(file)) if f"onnx-ops {file.stem}" in step.get("run", "")
+    ]
     program = folder / "onnx-ops"
     ends = given.pop("ends", "0")
     program.write_text(
@@ -122,6 +124,23 @@ def test_workflow_secrets_are_in_step_environments_only(file: Path) -> None:
     text = file.read_text(encoding="utf-8")
     of_steps = json.dumps([step.get("env", {}) for step in steps_of(load(file))])
     assert text.count("secrets.") == of_steps.count("secrets.")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_workflow_writes_signing_key_before_it_calls_command(file: Path, tmp_path: Path) -> None:
+    *_, step, _ = steps_of(load(file))
+    assert step["env"] == {"KEY": "${{ secrets.ONNX_OPS_SIGNING_PEM }}"}
+    settings, key = tmp_path / "settings", tmp_path / "keys" / "signing.pem"
+    environ = {
+        "KEY": "PEM of the key",
+        "PATH": os.environ["PATH"],
+        "RUNNER_TEMP": str(tmp_path),
+        "GITHUB_ENV": str(settings),
+    }
+    bash = shutil.which("bash") or "bash"
+    subprocess.run([bash, "-e", "-c", step["run"]], env=environ, check=True, timeout=60)
+    assert (key.read_text(), key.stat().st_mode & 0o777) == ("PEM of the key\n", 0o600)
+    assert settings.read_text() == f"ONNX_OPS_SIGNING_KEY={key}\n"
 
 
 def test_rollback_workflow_calls_command_with_inputs(tmp_path: Path) -> None:

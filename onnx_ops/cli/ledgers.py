@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,9 +20,12 @@ from onnx_ops.cli.common import (
     say,
 )
 from onnx_ops.domain.artifact import short_digest
-from onnx_ops.errors import RefusedError, UserError
+from onnx_ops.domain.endpoint import serves_only
+from onnx_ops.errors import OnnxOpsError, RefusedError, UserError
 
 if TYPE_CHECKING:
+    from onnx_ops.domain.ledger import ReleaseState
+    from onnx_ops.ports import Context
     from onnx_ops.release.adoption import Adoption
 
 ledger = make_group(
@@ -74,6 +78,7 @@ def ledger_adopt(
     keys = ", ".join(map(short_digest, context.ledger.release_keys))
     for line in (
         *_describe(adoption),
+        *_compare_with_endpoint(context, adoption.state),
         f"release keys that would be accepted: {keys} (this machine trusts them)",
     ):
         say(line, err=as_json)
@@ -107,3 +112,27 @@ def _describe(adoption: Adoption) -> list[str]:
         f"entries that would have no effect: {lost}"
         + (f" ({state.head + 1} to {adoption.count})" if lost else ""),
     ]
+
+
+def _compare_with_endpoint(context: Context, state: ReleaseState) -> list[str]:
+    """Return a line with a remedy if the endpoint serves another version than the state.
+
+    The entries that would have no effect possibly rolled the version of the state back.
+    """
+    stable, observed = state.roles.stable, None
+    if state.config is None or stable is None:
+        return []
+    with suppress(OnnxOpsError):
+        observed = context.provider(state.config.provider).observe(state.config)
+    if observed is None:
+        return []
+    served = observed.leader()
+    if served.manifest == stable.manifest or not serves_only(observed, served):
+        return []
+    remedy = (
+        f"if {stable.name} was rolled back after this state, first run "
+        f'`onnx-ops rollback {state.endpoint} --to {served.version} --reason "…"`'
+        if served.version in state.known
+        else f"`onnx-ops reconcile {state.endpoint}` first gives all traffic to {stable.name}"
+    )
+    return [f"the endpoint serves {served.name}, not {stable.name}: {remedy}"]

@@ -165,7 +165,10 @@ def require_approval(
         raise RefusedError(
             f"target {target} has changed since this version was evaluated",
             where=f"{record.model}/{record.version}",
-            remedy="Run the pipeline again, so that the evidence is about the current target.",
+            remedy="Check out the commit in the version's tag `git.sha`, with the present target "
+            "file. There, run `onnx-ops run FILE --until register`, and promote the version again. "
+            f"Or run `onnx-ops promote {record.model}/{record.version} --target {target} "
+            '--override --reason "…"`.',
         )
     return signed
 

@@ -64,7 +64,9 @@ def test_commands_with_older_ledger_backup_exit_4_until_adoption(
         seen.unlink()
         refused = twice.command("reconcile", ENDPOINT)
         assert (refused.code, "the endpoint has applied entry" in refused.stderr) == (4, True)
-    assert twice.command("ledger", "adopt", ENDPOINT, "--yes", "--reason", "restored").code == 0
+    adopted = twice.command("ledger", "adopt", ENDPOINT, "--yes", "--reason", "restored")
+    shown = f"`onnx-ops rollback {ENDPOINT} --to 1 --reason" in adopted.stdout
+    assert (adopted.code, shown) == (0, True)
     assert twice.command("reconcile", ENDPOINT).code == 0
     # The lost rollback is still in the registry: the champion's alias counts as a request of a
     # user.

@@ -296,6 +296,18 @@ def test_promote_of_unapproved_version_raises_refused_error(scene: Scene, reason
     assert scene.aliases() == {}
 
 
+def test_promote_after_change_of_target_names_run_at_commit_and_override(scene: Scene) -> None:
+    version = scene.publish("b")
+    scene.forge(version, **SPOILT["has changed since"](scene, scene.record(version)))
+    with pytest.raises(RefusedError) as caught:
+        scene.promote(version)
+    assert "`onnx-ops run FILE --until register`" in caught.value.remedy
+    assert f"onnx-ops promote {MODEL}/{version} --target {TARGET} --override" in caught.value.remedy
+    scene.promote(version, override=True, reason="the target's limit was raised")
+    scene.reconcile()
+    assert scene.traffic() == {f"v{version}": 100}
+
+
 def test_candidate_that_loses_approval_during_trial_is_aborted(trial: Scene) -> None:
     trial.forge("2", decisions={})
     reports = trial.reconcile()
