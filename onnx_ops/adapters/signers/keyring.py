@@ -16,7 +16,7 @@ from onnx_ops.scratch import write_durably
 _REPLACE_REMOTE = (
     "Create a new key in the service or variable. Save its public key: "
     "`ONNX_OPS_SIGNER=NEW onnx-ops keys public > new.pub.pem`. Run `onnx-ops keys admit "
-    "new.pub.pem` with the old key, and copy the file to the folder `gate` of the trusted keys. "
+    "new.pub.pem` with the old key, and copy the file to the folder of trusted keys everywhere. "
     "Then set `signer` to the new key: see `onnx-ops docs keys`."
 )
 
