@@ -153,14 +153,16 @@ def test_sagemaker_update_after_failure_without_alarm_is_retried(
     assert site.invoke(alarmed.endpoint) == ("main", 3.0)
 
 
-def test_sagemaker_update_with_failed_revert_raises_error_with_rollback_command(site: Site) -> None:
+def test_sagemaker_update_with_failed_revert_raises_error_with_reconcile_command(
+    site: Site,
+) -> None:
     config = config_of("stuck")
     site.apply(1, config, blue=100)
     site.fake.behave(stuck="no capacity for ml.c6i.large")
     with pytest.raises(InfrastructureError, match="neither finish") as caught:
         site.apply(2, config, green=100)
     assert "no capacity" in str(caught.value)
-    assert "onnx-ops rollback stuck" in caught.value.remedy
+    assert "onnx-ops reconcile stuck" in caught.value.remedy
     assert site.provider.observe(config) is None
     site.fake.behave(stuck="")
     site.apply(3, config, blue=100)

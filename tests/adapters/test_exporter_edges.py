@@ -81,7 +81,7 @@ def test_export_with_wrong_setting_raises_user_error(
         (
             TORCH,
             lambda: importlib.import_module("torch").nn.Linear(3, 2),
-            "by name to the parameters of `forward`",
+            "types and shapes of the arrays",
         ),
         (TORCH, lambda: module("Nested"), "values that are not tensors"),
         (
