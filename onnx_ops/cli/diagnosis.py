@@ -17,7 +17,7 @@ from onnx_ops import plugins
 from onnx_ops.app.context import Project
 from onnx_ops.app.project import check
 from onnx_ops.attestation import KeyRole, TrustedKeys
-from onnx_ops.cli.endpoints import describe_pending
+from onnx_ops.cli.endpoints import describe_pending, explain_elsewhere
 from onnx_ops.config.folders import PIPELINES, find_config_folder, find_pipelines
 from onnx_ops.domain.artifact import Digest, short_digest
 from onnx_ops.domain.pool import WorkerStatus
@@ -394,6 +394,7 @@ def _endpoints(project: Project) -> Iterator[Diagnosis]:
     statuses, errors = read_statuses(project.context, list_bound_endpoints(project.context))
     for name, error in errors.items():
         yield _finding(f"endpoint {name}", str(error), ok=False, remedy=error.remedy)
+    elsewhere = explain_elsewhere(project.context, statuses)
     for status in statuses:
         name = status.state.endpoint
         idle = status.state.roles.stable is None
@@ -408,6 +409,9 @@ def _endpoints(project: Project) -> Iterator[Diagnosis]:
         found = silent if status.actual is None else served
         ok = status.actual is not None or idle
         remedy = f"Start it again: onnx-ops reconcile {name}"
+        if name in elsewhere:
+            found = f"silent: {elsewhere[name]}"
+            remedy = "Run this command as the user and with the state folder of the server."
         yield _finding(f"endpoint {name}", found, ok=ok, remedy=remedy)
 
 

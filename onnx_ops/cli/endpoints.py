@@ -112,7 +112,7 @@ def status(
 
     def report() -> None:
         if statuses or not errors:
-            elsewhere = _explain_elsewhere(context, statuses)
+            elsewhere = explain_elsewhere(context, statuses)
             status_report(statuses, context.clock.now(), elsewhere)
         print_errors(errors)
 
@@ -323,7 +323,7 @@ def status_document(status: EndpointStatus) -> dict[str, Any]:
     }
 
 
-def _explain_elsewhere(context: Context, statuses: Sequence[EndpointStatus]) -> dict[str, str]:
+def explain_elsewhere(context: Context, statuses: Sequence[EndpointStatus]) -> dict[str, str]:
     """Return why silent endpoints can run from another state folder, by endpoint.
 
     Endpoints without such a reason are left out.
