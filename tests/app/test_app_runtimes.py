@@ -197,7 +197,7 @@ def test_run_with_killed_runtimes_reports_errors_and_continues(root: Path, sweep
     assert list(failed) == [f"benchmark/fp32@{target}" for target in victims]
     words = {
         "node": "signal SIGKILL before it could",
-        "browser-wasm": "the browser (ended before it could|does not start)",
+        "browser-wasm": "the browser (ended before it|does not start)",
         "apart": "signal SIGKILL before it could",
     }
     for target in victims:

@@ -118,7 +118,7 @@ def test_run_with_search_registers_variant_and_report(project: Project) -> None:
     record = codec.loads(read(manifest[SEARCH_FILE]), SearchRecord)
     assert {t.recipe for t in record.trials} >= {"static", "dynamic", "weights-8", "weights-4"}
     assert (record.metric, record.rows, record.targets) == ("accuracy", 200, ("cpu-1t",))
-    assert any(stage == "search/best" and "points" in line for stage, line in heard.lines)
+    assert any(stage == "search/best" and "the time of fp32" in line for stage, line in heard.lines)
 
     filled = {slot.role for slot in record.slots if slot.trial is not None}
     assert filled
