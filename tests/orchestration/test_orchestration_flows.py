@@ -24,7 +24,6 @@ from onnx_ops.domain.release import Choice, Registration
 from onnx_ops.domain.rollout import Action, ActionKind, Roles, build_split_state
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.errors import MeasurementError
-from onnx_ops.orchestration import environment
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.promote import bind_endpoint
 from onnx_ops.release.reconcile_pass import ReconcilePass, read_registry
@@ -304,6 +303,8 @@ def test_rollback_flow_of_unknown_endpoint_lists_known_endpoints(
 def test_rollback_flow_of_model_to_version_moves_all_its_endpoints(
     prefect_server: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from onnx_ops.orchestration import environment
+
     scene = Scene()
     for name in ("digits", "region"):
         scene.bind(name)
