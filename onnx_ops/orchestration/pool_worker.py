@@ -75,7 +75,7 @@ _WATCH_S = 2.5
 The processes of a cancelled run end within 10 s.
 """
 _START_S = 60.0
-"""Seconds for which a starting worker waits for a server that does not answer."""
+"""Seconds for which a starting worker waits for a server that has stopped answering."""
 _DESCRIBED_S = 60.0
 """Time limit for reading what the machine can measure at the start, in seconds."""
 
@@ -203,7 +203,8 @@ class PoolWorker:
     _ended: dict[UUID, str] = field(default_factory=dict)
     """How the process of each flow run ended, if the run's state is not checked yet."""
     _stopping: bool = False
-    _away: bool = False
+    _away_since: float | None = None
+    """Time of the monotonic clock since which the server has not answered, if it does not."""
 
     def run(self, client: SyncPrefectClient) -> None:
         """Execute stages until SIGTERM or SIGINT.
@@ -264,14 +265,14 @@ class PoolWorker:
 
         Return the name of the variable that has the description; empty if the worker is stopped
         before. If the server does not answer, for instance during a restart, the request is
-        repeated for up to `_START_S`.
+        repeated for up to `_START_S` after the first failure.
         """
-        variable, last_try = "", time.monotonic() + _START_S
+        variable = ""
         while not variable and not self._stopping:
-            with self._outlasting(client, until=last_try):
+            with self._outlasting(client, limit_s=_START_S):
                 create_pool(client, self.pool)
                 variable = self._announce(client)
-            if self._away:
+            if self._away_since is not None:
                 self._pause()
         return variable
 
@@ -313,26 +314,30 @@ class PoolWorker:
         self._stopping = True
 
     @contextlib.contextmanager
-    def _outlasting(self, client: SyncPrefectClient, *, until: float = math.inf) -> Iterator[None]:
-        """Suppress the errors of a server that does not answer, until a point in time.
+    def _outlasting(
+        self, client: SyncPrefectClient, *, limit_s: float = math.inf
+    ) -> Iterator[None]:
+        """Suppress the errors of a server that does not answer, for a limited time.
 
-        Meanwhile, running stages continue and scheduled stages wait. After `until`, in seconds of
-        the monotonic clock, the exception is raised.
+        Meanwhile, running stages continue and scheduled stages wait. The exception is raised if the
+        first failure of this outage is more than `limit_s` ago, in seconds.
         """
         try:
             yield
         except Exception as error:
-            if not is_unavailable(error) or time.monotonic() > until:
+            if not is_unavailable(error):
                 raise
-            if not self._away:
+            if self._away_since is None:
                 _LOG.warning(
                     "%s does not answer (%s); trying again", client.api_url, type(error).__name__
                 )
-            self._away = True
+                self._away_since = time.monotonic()
+            elif time.monotonic() - self._away_since > limit_s:
+                raise
         else:
-            if self._away:
+            if self._away_since is not None:
                 _LOG.info("%s answers again", client.api_url)
-            self._away = False
+            self._away_since = None
 
     def _is_any_waiting(self, client: SyncPrefectClient) -> bool:
         """Return whether a run is scheduled in the pool.

@@ -6,6 +6,8 @@ A waiting stage has a reason.
 from __future__ import annotations
 
 import contextvars
+import itertools
+import math
 import os
 import time
 import uuid
@@ -78,8 +80,10 @@ def test_worker_started_during_server_restart_enters_its_pool(
 ) -> None:
     import httpx
 
+    from onnx_ops.orchestration import pool_worker
     from onnx_ops.orchestration.pool_worker import PoolWorker
 
+    monkeypatch.setattr(pool_worker, "_START_S", math.inf)  # requests of a busy server can be slow
     real, failures = (
         getattr(client, call),
         [httpx.ConnectError("refused"), httpx.ReadError("reset")],
@@ -95,6 +99,21 @@ def test_worker_started_during_server_restart_enters_its_pool(
     assert worker._enter_pool(client)
     assert [one.name for one in status_of(worker.pool).workers] == ["early"]
     assert not failures
+
+
+def test_worker_start_after_slow_requests_outlasts_a_new_failure(
+    client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import httpx
+
+    from onnx_ops.orchestration import pool_worker
+
+    clock = mock.Mock(side_effect=itertools.count(step=3600))
+    monkeypatch.setattr(pool_worker, "time", mock.Mock(monotonic=clock))
+    one_failure = [httpx.ReadError("reset"), None]
+    monkeypatch.setattr(client, "send_worker_heartbeat", mock.Mock(side_effect=one_failure))
+    worker = pool_worker.PoolWorker(pool=f"pool-{uuid.uuid4().hex[:8]}", name="slow")
+    assert worker._enter_pool(client)
 
 
 def test_worker_start_without_server_until_deadline_raises_connect_error(
