@@ -39,6 +39,7 @@ BORDER = 114
 
 MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
 MIN_SCORE, MAX_OVERLAP, MAX_BOXES = 0.35, 0.4, 20
+MIN_LOGIT = math.log(MIN_SCORE / (1 - MIN_SCORE))
 OPSET = 18
 
 Boxes = list[list[float]]
@@ -221,7 +222,7 @@ choose_boxes (float[batch, 7, 144] raw, float[batch, 2] size)
      int64[1] all = {{9223372036854775807}}, int64[1] first = {{1}}, int64[1] last = {{3}},
      float[1] stride = {{{STRIDE}.0}}, float[1] side = {{{SIZE}.0}}, float[1] zero = {{0.0}},
      int64[1] most = {{{MAX_BOXES}}}, float overlap = {{{MAX_OVERLAP}}},
-     float least = {{{MIN_SCORE}}}, int64 score = {{4}}, int64 left = {{0}},
+     float least = {{{MIN_LOGIT:.8f}}}, int64 score = {{4}}, int64 left = {{0}},
      float[{MAX_BOXES}, 6] blank>
     {{
         near = Slice (raw_row, none, two, none)
@@ -235,8 +236,8 @@ choose_boxes (float[batch, 7, 144] raw, float[batch, 2] size)
         boxes = Transpose <perm = [1, 0]> (corners)
         scores = Sigmoid (logits)
         box_batch = Unsqueeze (boxes, none)
-        score_batch = Unsqueeze (scores, none)
-        selected = NonMaxSuppression (box_batch, score_batch, most, overlap, least)
+        logit_batch = Unsqueeze (logits, none)
+        selected = NonMaxSuppression (box_batch, logit_batch, most, overlap, least)
         pairs = Slice (selected, first, last, first)
         kinds = Slice (selected, first, two, first)
         numbers = Slice (selected, two, last, first)
@@ -267,7 +268,8 @@ choose_boxes (float[batch, 7, 144] raw, float[batch, 2] size)
 """Boxes of each image: corners in pixels, score and class.
 
 Rows without a box have the class -1. Boxes are ordered by their left side, from right to left:
-nearly equal scores cannot swap two rows.
+nearly equal scores cannot swap two rows. Suppression ranks the boxes by their scores before the
+sigmoid: near 1, different scores are equal after it, and rounding would choose the box.
 """
 
 
@@ -384,19 +386,22 @@ def run_net(net: ShapeNet, x: Any) -> Any:
 
 
 def read_boxes(raw: Any) -> Any:
-    """Return corners in pixels of the network's input, and the score of each class."""
+    """Return corners in pixels of the network's input, and the score of each class.
+
+    The scores are in float64: near 1, different scores can be equal in float32.
+    """
     sides = np.asarray(raw)[0, :4].T * STRIDE
     places = list_places()
-    scores = 1 / (1 + np.exp(-np.asarray(raw)[0, 4:].T))
+    scores = 1 / (1 + np.exp(-np.asarray(raw)[0, 4:].T.astype(np.float64)))
     corners = np.concatenate([places - sides[:, :2], places + sides[:, 2:]], axis=1)
-    return np.concatenate([corners, scores], axis=1).astype(np.float32)
+    return np.concatenate([corners, scores], axis=1)
 
 
 def choose_boxes(boxes: Any, least: float = MIN_SCORE) -> Any:
     """Return corners, score and class of each sufficient score, best first."""
     place, kind = np.nonzero(boxes[:, 4:] > least)
     scores = boxes[place, 4 + kind]
-    rows = np.column_stack([boxes[place, :4], scores, kind]).astype(np.float32)
+    rows = np.column_stack([boxes[place, :4], scores, kind])
     return rows[np.argsort(-scores, kind="stable")]
 
 
@@ -406,7 +411,7 @@ def suppress(rows: Any, most: float = MAX_OVERLAP) -> Any:
     for row in rows:
         if all(row[5] != c[5] or compute_overlap(row[:4], c[:4]) <= most for c in chosen):
             chosen.append(row)
-    return np.array(chosen, np.float32).reshape(-1, 6)
+    return np.array(chosen, np.float64).reshape(-1, 6)
 
 
 def limit(rows: Any) -> Any:

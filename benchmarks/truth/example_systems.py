@@ -128,7 +128,7 @@ def change_box_columns(change: Callable[[Any], Any]) -> Step:
 
     def step(raw: Any) -> Any:
         boxes = shapes.read_boxes(raw)
-        return np.concatenate([change(boxes[:, :4]), boxes[:, 4:]], axis=1).astype(np.float32)
+        return np.concatenate([change(boxes[:, :4]), boxes[:, 4:]], axis=1)
 
     return step
 
@@ -141,7 +141,7 @@ def read_boxes_in_loop(raw: Any) -> Any:
         left, top, right, bottom = output[:4, index] * shapes.STRIDE
         scores = [1 / (1 + np.exp(-value)) for value in output[4:, index]]
         rows.append([x - left, y - top, x + right, y + bottom, *scores])
-    return np.array(rows, np.float32)
+    return np.array(rows)
 
 
 def read_logits(raw: Any) -> Any:
@@ -156,7 +156,7 @@ def choose_in_loop(boxes: Any) -> Any:
         for kind, score in enumerate(box[4:])
         if score > shapes.MIN_SCORE
     ]
-    return np.array(sorted(rows, key=lambda row: -row[4]), np.float32).reshape(-1, 6)
+    return np.array(sorted(rows, key=lambda row: -row[4])).reshape(-1, 6)
 
 
 def suppress_by_class(rows: Any) -> Any:

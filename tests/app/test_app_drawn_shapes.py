@@ -111,6 +111,24 @@ def test_load_net_of_untrained_model_returns_its_weights_and_predict_no_objects(
     assert answers == []
 
 
+def test_build_choice_and_predict_rank_boxes_whose_scores_saturate(example: Any) -> None:
+    raw = np.full((1, 7, 144), -9, np.float32)
+    raw[:, :4] = 2
+    # In float32, the sigmoid of both is 0.9999974. The first place would win a tie.
+    raw[0, 6, 66:68] = 12.83723, 12.857393
+    assert len(np.unique(1 / (1 + np.exp(-raw[0, 6, 66:68])))) == 1
+
+    (rows,) = open_session(example.build_choice()).run(
+        None, {"raw": raw, "size": np.array([[96, 96]], np.float32)}
+    )
+
+    (found,) = example.list_objects(rows)
+    (expected,) = example.list_objects(
+        example.suppress(example.choose_boxes(example.read_boxes(raw)))
+    )
+    assert found["box"] == expected["box"] == [44, 28, 76, 60]
+
+
 def test_build_choice_without_detected_shape_returns_only_padding(example: Any) -> None:
     choice = open_session(example.build_choice())
     raw = np.full((2, 7, 144), -9, np.float32)
