@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 from unittest.mock import patch
 
 import fsspec
@@ -379,6 +380,17 @@ class TestWithoutKey:
         serving.provider.sign_with(FakeSigner)
         serving.provider.roll_back(serving.config, serving.state(blue=100, green=0), generation=4)
         assert serving.adopted() == TableNumber(4)
+        assert {SUITE.scale(serving.address()) for _ in range(30)} == {2.0}
+
+    def test_replica_rollback_while_key_service_fails_succeeds(self, serving: ReplicaSite) -> None:
+        serving.apply(3, green=100, blue=0)
+        remote = mock.Mock(spec=FakeSigner, is_local=False)
+        remote.key = serving.signer.key
+        remote.sign.side_effect = ServiceUnavailableError("the key's service does not answer")
+        serving.provider.sign_with(lambda: remote)
+        serving.provider.roll_back(serving.config, serving.state(blue=100, green=0), generation=4)
+        assert serving.adopted() == TableNumber(4)
+        remote.sign.assert_not_called()
         assert {SUITE.scale(serving.address()) for _ in range(30)} == {2.0}
 
     def test_replica_change_to_unsigned_state_without_key_raises_missing_key_error(

@@ -314,9 +314,9 @@ class ReplicaEndpoints(EndpointProvider):
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Publish a table that restores the previous version, unless it is published.
 
-        The published object refers to a signed table if this process has no release key, or if
-        another key signed the newest table. Then wait a limited time until the replicas adopt the
-        table.
+        The published object refers to a signed table if this process has no release key, if its key
+        is in a remote service, or if another key signed the newest table. Then wait a limited time
+        until the replicas adopt the table.
         """
         seen = self._look(config, with_replicas=False)
         current = None if seen.newest is None else seen.newest.table.state
@@ -398,14 +398,15 @@ class ReplicaEndpoints(EndpointProvider):
             limits_s={},
             is_leased=is_leased,
         )
-        missing = None
+        signer, missing = None, None
         try:
-            own_key = self._require_signer(config).key
+            signer = self._require_signer(config)
         except MissingKeyError as error:
-            own_key, missing = None, error
-        # Replicas skip a table whose key they do not trust. They trust the key of the newest signed
-        # table. With another key, it is safer to refer to a signed table.
-        if own_key in self._list_keys(config, seen):
+            missing = error
+        # A rollback must not wait for the service of a remote key. Replicas skip a table whose key
+        # they do not trust, and they trust the key of the newest signed table. With a remote or
+        # another key, it is safer to refer to a signed table.
+        if signer is not None and signer.is_local and signer.key in self._list_keys(config, seen):
             self._create(config, table)
         elif (known := self._find_rollback_goal(config, seen, goal.manifest)) is not None:
             self._create(
