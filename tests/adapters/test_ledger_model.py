@@ -17,7 +17,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -564,7 +566,21 @@ class ForgedLedgers(RuleBasedStateMachine):
             self.rejected = set(state.rejected)
 
 
-TestForgedLedgers = ForgedLedgers.TestCase
-TestForgedLedgers.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+def make_test(machine: type[ForgedLedgers], examples: int) -> Any:
+    """Return a test case of the machine with this number of examples."""
+    case: Any = machine.TestCase
+    case.settings = settings(
+        max_examples=examples,
+        stateful_step_count=40,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    return case
+
+
+class ManyForgedLedgers(ForgedLedgers):
+    """The same machine, for the nightly tier."""
+
+
+TestForgedLedgers = make_test(ForgedLedgers, 20)
+TestManyForgedLedgers = pytest.mark.nightly(make_test(ManyForgedLedgers, 100))
