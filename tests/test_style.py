@@ -54,6 +54,7 @@ def test_identifiers_contain_no_metaphors_or_vague_words() -> None:
                 case (
                     ast.ClassDef(name=name)
                     | ast.FunctionDef(name=name)
+                    | ast.AsyncFunctionDef(name=name)
                     | ast.arg(arg=name)
                     | ast.Name(id=name)
                 ):
@@ -66,7 +67,7 @@ def test_identifiers_contain_no_metaphors_or_vague_words() -> None:
     assert sorted(found) == []
 
 
-def test_docs_and_docstrings_contain_no_ruled_out_words() -> None:
+def test_docs_and_docstrings_contain_no_vague_words() -> None:
     texts = {
         str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
         for path in (ROOT / "docs").rglob("*.md")
@@ -82,7 +83,7 @@ def test_docs_and_docstrings_contain_no_ruled_out_words() -> None:
     )
 
 
-def test_exception_names_end_in_error() -> None:
+def test_exception_names_in_errors_module_end_in_error() -> None:
     tree = parse_modules()[ROOT / "onnx_ops" / "errors.py"]
     names = [
         node.name for node in tree.body if isinstance(node, ast.ClassDef) and node.name != "Problem"

@@ -60,7 +60,7 @@ class NotifierSuite:
         """Return the reply of the service to an accepted message."""
         return Reply()
 
-    def test_send_delivers_event_endpoint_and_reason(
+    def test_send_delivers_headline_reason_command_and_link(
         self, notifier: Notifier, inbox: WebhookSink
     ) -> None:
         inbox.answer = self.usual

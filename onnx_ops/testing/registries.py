@@ -351,7 +351,7 @@ class RegistrySuite:
         _assert_raises(NotFoundError, registry.set_alias, model, "champion-cpu-1t", "2")
         _assert_raises(NotFoundError, registry.annotate, model, "2", {"a": "b"})
 
-    def test_where_returns_place_of_registry(self, registry: Registry) -> None:
+    def test_where_of_model_is_not_empty(self, registry: Registry) -> None:
         assert registry.where(_unique())
 
     def test_page_is_url_or_empty(self, registry: Registry, tmp_path: Path) -> None:

@@ -144,6 +144,8 @@ def test_target_digest_with_custom_operators_covers_library_but_not_its_path() -
     assert extended.digest() != CPU.digest()
     elsewhere = replace(CPU, custom_ops=(replace(own, path="/elsewhere/a.so"),))
     assert extended.digest() == elsewhere.digest()
+    changed = replace(CPU, custom_ops=(replace(own, digest=Digest(f"sha256:{'1' * 64}")),))
+    assert extended.digest() != changed.digest()
 
 
 def test_target_file_with_wrong_library_digest_raises_config_error(tmp_path: Path) -> None:

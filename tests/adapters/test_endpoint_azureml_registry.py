@@ -52,7 +52,9 @@ def test_azureml_apply_with_registry_deploys_model_by_registry_path(world: World
     ] == posts
 
 
-def test_azureml_apply_in_other_workspace_reads_model_from_registry(world: World) -> None:
+def test_azureml_apply_of_model_in_registry_uploads_nothing_and_needs_no_local_files(
+    world: World,
+) -> None:
     """A model in the registry is read from there.
 
     Nothing is uploaded, and the model's files need not be on this machine.

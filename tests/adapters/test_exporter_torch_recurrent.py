@@ -102,7 +102,7 @@ def test_torch_export_of_each_recurrent_form_equals_source(
 @pytest.mark.parametrize(
     ("sample_length", "opset"), [(1, 18), (2, 18), (3, 18), (5, 18), (40, 21), (40, 22)]
 )
-def test_torch_export_of_recurrent_layer_at_any_length_and_opset_equals_source(
+def test_torch_export_of_recurrent_layer_with_other_sample_length_or_opset_equals_source(
     modules: Any, layer: str, sample_length: int, opset: int, tmp_path: Path
 ) -> None:
     module = make(modules, layer, {"num_layers": 2, "bidirectional": True}, stateful=True)

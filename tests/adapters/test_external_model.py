@@ -83,6 +83,7 @@ def test_user_model_at_pinned_address_is_downloaded_once(
         place = web.address("mine.onnx")
         before = models.digest(place)
         assert models.path(place, tmp_path / "s").read_bytes() == b"model"
+        assert web.requests == ["/mine.onnx"]
     assert models.path(place, tmp_path / "s").read_bytes() == b"model"
     assert models.digest(place) == before
 

@@ -309,7 +309,7 @@ def test_isolated_optimizer_passes_request_to_tool_and_has_its_attributes(
     assert strange.files(request.section) == ()
 
 
-def test_isolated_optimizer_reads_ranges_of_shard_in_its_environment(
+def test_isolated_optimizer_reads_ranges_of_shard(
     strange: IsolatedOptimizer, tmp_path: Path
 ) -> None:
     assert strange.reads_ranges

@@ -65,9 +65,9 @@ def convolution(perceptron: OptimizeRequest) -> OptimizeRequest:
 
 
 def is_rounded(request: OptimizeRequest) -> bool:
-    """Return whether each quantized weight is within half a step of its original."""
+    """Return whether there are quantized weights, all within half a step of their originals."""
     weights = read_quantized_weights(request.source, request.path)
-    return all(
+    return bool(weights) and all(
         float((np.abs(one.original - one.dequantized) / one.scale).max()) <= HALF_A_STEP
         for one in weights
     )
@@ -146,7 +146,9 @@ def test_dynamic_quantizer_without_matrix_products_raises_user_error(
     assert not convolution.path.exists()
 
 
-def test_dynamic_quantizer_with_op_types_quantizes_only_them(convolution: OptimizeRequest) -> None:
+def test_dynamic_quantizer_with_op_type_conv_quantizes_convolutions(
+    convolution: OptimizeRequest,
+) -> None:
     section = replace(DYNAMIC, options={"op_types": ["Conv"]}, per_channel=False)
     DynamicQuantizer().optimize(replace(convolution, section=section))
     assert "ConvInteger" in operators(convolution.path)
@@ -173,7 +175,7 @@ def test_quantizer_of_source_with_inferred_weight_shapes_quantizes_all_weights(
         assert names >= {"first.weight", "second.weight", "third.weight"}
 
 
-def test_static_quantizer_of_batch_normalization_keeps_weight_names(
+def test_static_quantizer_of_batch_normalization_keeps_weight_name_of_convolution(
     perceptron: OptimizeRequest,
 ) -> None:
     """A batch normalization is folded into its convolution.

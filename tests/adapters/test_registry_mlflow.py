@@ -402,7 +402,7 @@ def test_publish_with_duplicate_version_keeps_first(
         registry.version("raced", str(second.version))
 
 
-def test_publish_by_concurrent_publishers_creates_one_version(
+def test_publish_by_concurrent_publishers_creates_one_version_of_each_variant(
     mlflow_home: Path, tmp_path: Path
 ) -> None:
     release = publication(tmp_path, model="at-once", seed="a", variants=("fp32", "int8-dynamic"))
@@ -449,7 +449,7 @@ def test_publish_with_long_and_many_parameters_keeps_them(
         ("UNAUTHENTICATED", ServiceUnavailableError),
     ],
 )
-def test_mlflow_error_with_known_code_raises_own_error_type(
+def test_mlflow_error_raises_error_type_for_its_code(
     registry: MlflowRegistry, code: str, expected: type[OnnxOpsError]
 ) -> None:
     from mlflow.exceptions import RestException
@@ -573,7 +573,7 @@ def test_publish_without_signature_removes_signed_decision(
     assert registry.version("withdrawn", version).decisions == {}
 
 
-def test_version_with_malformed_decisions_omits_them(
+def test_version_with_malformed_decisions_or_decision_of_other_target_omits_them(
     registry: MlflowRegistry, tmp_path: Path
 ) -> None:
     release = publication(tmp_path, model="malformed", seed="a")
@@ -894,7 +894,7 @@ def test_registry_mirror_of_ledger_writes_one_run_per_entry(registry: MlflowRegi
     assert runs[1].info.start_time == 1_800_000_002_000
 
 
-def test_registry_mirror_with_damaged_database_logs_error_and_continues(
+def test_registry_mirror_with_damaged_database_logs_problem_without_raising(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "mlflow.db").write_bytes(b"this is not a database" * 1000)

@@ -59,7 +59,7 @@ def test_argo_analysis_ends_in_phase_of_its_verdict(
 
 
 @pytest.mark.parametrize("metric", [METRIC, OLDER], ids=["1.8", "older"])
-def test_argo_analysis_without_prometheus_ends_inconclusive(
+def test_argo_analysis_with_failing_prometheus_ends_inconclusive(
     client: AnalysisClient, metric: dict[str, Any]
 ) -> None:
     client.site.prometheus.status = 500
@@ -121,3 +121,4 @@ def test_argo_measurement_of_next_step_waits_for_its_requests(client: AnalysisCl
     assert run_analysis(client, METRIC, (40, 0)) == "Successful"
     answer = client.send("GET", f"{URL}&step=1").json()
     assert (answer["verdict"], answer["step"]) == ("inconclusive", 1)
+    assert answer["waits_for"] == "0 of 100 requests"

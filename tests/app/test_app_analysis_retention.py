@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -154,8 +153,10 @@ def delete_twice(site: AnalysisSite) -> None:
 
 
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("rounds", [1, 2])
-@pytest.mark.parametrize("change", range(1, 12))
+@pytest.mark.parametrize(
+    ("rounds", "change"),
+    [*((1, change) for change in range(1, 11)), *((2, change) for change in range(1, 3))],
+)
 def test_killed_deletion_leaves_whole_state_and_is_continued(
     site: AnalysisSite, monkeypatch: pytest.MonkeyPatch, change: int, rounds: int, after: bool
 ) -> None:
@@ -170,7 +171,7 @@ def test_killed_deletion_leaves_whole_state_and_is_continued(
 
     with monkeypatch.context() as patch:
         interrupt(patch, change, kill, after=after)
-        with contextlib.suppress(KilledError):
+        with pytest.raises(KilledError):
             site.service.delete_old()
     assert read_anew(site).policy is None or (change, after) == (1, False)
     delete_twice(site)
@@ -194,7 +195,7 @@ def test_read_during_deletion_returns_state_before_or_after_it(
     assert (state.policy is None) == ((change, after) != (1, False))
 
 
-@pytest.mark.parametrize("read", range(1, 14))
+@pytest.mark.parametrize("read", range(1, 11))
 def test_deletion_during_read_leaves_reader_a_whole_state(
     site: AnalysisSite, monkeypatch: pytest.MonkeyPatch, read: int
 ) -> None:
@@ -212,6 +213,7 @@ def test_deletion_during_read_leaves_reader_a_whole_state(
 
     monkeypatch.setattr(LocalObjects, "read", interrupted)
     state = read_anew(site)
+    assert calls == read
     assert state.policy is None or state.verdict is not None
     assert site.observe(site.restart()).verdict.verdict == "inconclusive"
 
@@ -299,6 +301,7 @@ def test_delete_old_with_failing_store_deletes_nothing_and_later_continues(
 ) -> None:
     site.serve_traffic(5, **WORSE)
     site.pass_time(KEEP + 60)
+    files = list_files(site)
 
     def fail(*_: object) -> None:
         raise StorageError("the disk is full")
@@ -306,6 +309,7 @@ def test_delete_old_with_failing_store_deletes_nothing_and_later_continues(
     with monkeypatch.context() as patch:
         patch.setattr(LocalObjects, name, fail)
         assert site.service.delete_old() == 0
+    assert set(files) <= set(list_files(site))
     for _ in range(2):
         site.service.delete_old()
         site.pass_time(DAY + 60)
@@ -318,6 +322,7 @@ def test_delete_old_with_damaged_rollout_deletes_others(site: AnalysisSite) -> N
     (site.folder / "state" / POSTED.folder / "00000001.json").write_bytes(b"{")
     site.pass_time(KEEP + 60)
     assert site.service.delete_old() == 1
+    assert len(list_files(site)) == 2
 
 
 def test_delete_old_stops_on_request(site: AnalysisSite) -> None:

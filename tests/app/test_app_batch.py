@@ -117,7 +117,7 @@ def test_run_command_with_several_files_reports_each_and_worst_exit_code(
     assert document["pipelines"][1]["executed"] == []
 
 
-def test_run_files_after_interrupt_ends_stages_immediately(project: Project) -> None:
+def test_run_command_after_interrupt_exits_with_130_and_ends_stages(project: Project) -> None:
     (project.settings.root / "batch_training.py").write_text(
         "import os, pathlib, time\n"
         "def train(data, bad=False):\n"

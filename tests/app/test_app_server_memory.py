@@ -51,7 +51,7 @@ def test_find_memory_shortages_at_limit_includes_reserve(available_mib: int, cou
     assert len(find(serving("a"), replace(SMALL, available_bytes=available_mib * MIB))) == count
 
 
-def test_find_memory_shortages_with_measured_peaks_uses_their_median_if_larger() -> None:
+def test_find_memory_shortages_with_larger_measured_peaks_uses_their_median() -> None:
     peaks = (150 * MIB, 200 * MIB, 180 * MIB)
     starts = ColdStartMeasurement(
         batch=1, requests=2, load_s=(0.5,) * 3, first_s=(0.5,) * 3, peak_bytes=peaks

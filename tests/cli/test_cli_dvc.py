@@ -44,6 +44,8 @@ def test_export_dvc_writes_metrics_and_plots(export: Callable[..., Result], tmp_
     assert figures["verdict"] == "pass"
     assert figures["size_bytes"] > 0
     assert 0.85 <= figures["accuracy"] <= 1
+    for plot in ("latency", "size"):
+        assert json.loads((tmp_path / f"plots/{plot}.json").read_text())
 
 
 @pytest.mark.nightly
@@ -72,8 +74,9 @@ def test_export_dvc_with_paths_writes_to_them_and_prints_json(
 ) -> None:
     done = export("iris-onnx/v1", "--metrics", "a/m.json", "--plots", "b", "--json")
     assert done.parsed()["files"] == ["a/m.json", "b/latency.json", "b/size.json"]
+    assert "fp32" in json.loads((tmp_path / "a/m.json").read_text())
     points = json.loads((tmp_path / "b/latency.json").read_text())
-    assert {point["variant"] for point in points} <= {"fp32"}
+    assert {point["variant"] for point in points} == {"fp32"}
 
 
 @pytest.mark.parametrize(

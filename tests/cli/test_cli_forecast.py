@@ -117,7 +117,7 @@ def test_plan_and_check_use_traffic_of_last_rollout(
     assert "with 3.6 requests/h, requests without a key, 0 % errors, traffic of its" in notes
 
 
-def test_plan_prints_least_duration_of_each_rollout(project: Path) -> None:
+def test_plan_prints_least_duration_only_for_rollout_with_guardrails(project: Path) -> None:
     notes = run(project, "plan", "p.yaml").stderr
     assert "rollout of digits: at least " in notes
     assert "rollout of manual" not in notes

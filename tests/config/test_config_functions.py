@@ -125,7 +125,7 @@ def test_parse_python_in_concurrent_threads_returns_whole_trees() -> None:
 @pytest.mark.parametrize(
     ("table", "message"), [("models.toy:tran", "no function 'tran'"), ("3", "is not of the form")]
 )
-def test_load_pipeline_with_missing_translation_table_reports_problem(
+def test_load_pipeline_with_wrong_translation_table_reports_problem(
     problems: Callable[..., list[str]], pipeline_text: str, table: str, message: str
 ) -> None:
     export = f"framework: torch\n  options: {{translations: {table}}}"

@@ -123,7 +123,7 @@ def test_override_replaces_parameter_reference_and_can_contain_one(
         ("max_drop: 1%", "max_drop: '${params:wide}'", "params.yaml:8:7: gates[1].max_drop: "),
     ],
 )  # fmt: skip
-def test_parameter_with_wrong_reference_reports_its_place(
+def test_parameter_with_wrong_reference_or_value_reports_its_place(
     params: Path, problems: Problems, pipeline_text: str, old: str, new: str, said: str
 ) -> None:
     assert pipeline_text.count(old) == 1

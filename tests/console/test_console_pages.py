@@ -92,7 +92,7 @@ def test_endpoint_page_after_rollback_shows_reason_and_end(tmp_path: Path) -> No
     assert "ROLL BACK" in page
 
 
-def test_endpoint_page_without_rollout_offers_rollback_to_previous(tmp_path: Path) -> None:
+def test_endpoint_page_without_rollout_offers_rollback(tmp_path: Path) -> None:
     with serving_console(tmp_path, serving("a", "b").context) as console:
         page = console.show("/endpoints/digits")
     assert "onnx-ops rollback digits --reason" in page

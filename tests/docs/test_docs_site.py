@@ -102,7 +102,7 @@ def test_site_navigation_includes_each_page() -> None:
     assert placed == pages | BY_GENERATORS
 
 
-def test_site_loads_nothing_from_other_hosts(site: Path) -> None:
+def test_site_pages_and_styles_load_nothing_from_other_hosts(site: Path) -> None:
     sources, sheets = (
         r"<(?:script|img|iframe)[^>]+src",
         r'<link[^>]+rel="?(?:stylesheet|preconnect)"?[^>]+href',

@@ -387,7 +387,7 @@ def choose_with_instances(
     )
 
 
-def test_rollout_during_replacement_of_instances_waits_with_reason_unless_paused() -> None:
+def test_rollout_during_replacement_of_instances_waits_for_its_end_unless_paused() -> None:
     for command in (None, OperatorCommand.ADVANCE, OperatorCommand.RESUME):
         held = choose_with_instances(command, replacements=(REPLACED,), drift=("image: a, not b",))
         why = f"the cloud replaces the instances: {REPLACED}"

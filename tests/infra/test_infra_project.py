@@ -50,7 +50,7 @@ def scripts(project: Path) -> list[str]:
     ]
 
 
-def test_workflow_steps_refer_to_existing_actions_and_modules(project: Path) -> None:
+def test_workflow_steps_refer_to_own_or_pinned_actions_and_existing_modules(project: Path) -> None:
     found = [
         step
         for file in project.glob(".github/*/**/*.yml")

@@ -219,7 +219,7 @@ def test_file_journal_with_damaged_line_keeps_entries_before_it(tmp_path: Path) 
     assert journal.read() == ()
 
 
-def test_compute_worst_error_of_finite_outputs_returns_largest_relative_error() -> None:
+def test_compute_worst_error_ignores_equal_nonfinite_values_and_returns_largest_error() -> None:
     exact = {"a": np.array([1.0, 3.0], np.float32), "b": np.array([0.0, 4.0, np.nan, np.inf])}
     answers = {"a": np.array([1.0, 3.0], np.float32), "b": np.array([0.0, 5.0, np.nan, np.inf])}
     assert compute_worst_error(exact, answers) == pytest.approx(0.5**0.5 / 2)

@@ -85,7 +85,7 @@ def test_read_model_info_and_read_model_of_external_weights_include_them(tmp_pat
     "location",
     ["/etc/passwd", "../secret", "a/../../secret", "..", "", "..\\secret", "C:\\secret", "link"],
 )
-def test_read_of_external_weights_outside_folder_raises_refused_error(
+def test_read_of_external_weights_at_unsafe_location_raises_refused_error(
     tmp_path: Path, location: str
 ) -> None:
     folder = tmp_path / "model"

@@ -198,7 +198,7 @@ def test_advise_on_types_slow_on_x86_suggests_others(
     assert part == "weights" or maker.advice(ARM) == ()
 
 
-def test_advise_on_uint16_activations_suggests_uint8_on_any_machine(maker: Maker) -> None:
+def test_advise_on_uint16_activations_suggests_uint8_on_x86_and_arm(maker: Maker) -> None:
     maker.make(StaticQuantizer(), activations="uint16")
     for machine in (VNNI, ARM):
         assert "uint8" in about(maker.advice(machine), "16 bits").setting

@@ -137,7 +137,9 @@ def test_read_trees_with_strict_split_differs_in_threshold(tmp_path: Path) -> No
     strict = onnx.load(path)
     attribute(strict, "nodes_modes").strings[0] = b"BRANCH_LT"
     onnx.save(strict, path)
-    assert compare_trees(read_trees(path), SklearnExporter().trees(model) or ()).changed == 1
+    found = compare_trees(read_trees(path), SklearnExporter().trees(model) or ())
+    assert found.changed == 1
+    assert "threshold" in found.differences[0]
 
 
 def test_trees_of_unsupported_estimator_or_model_are_absent(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ RMSE = MetricDefinition(name="rmse")
         (None, (ACCURACY,), None),
     ],
 )
-def test_add_default_metric_adds_rmse_only_for_unscored_numeric_labels(
+def test_add_default_metric_adds_rmse_only_for_unscored_vector_of_numbers(
     label: Any, asked: tuple[MetricDefinition, ...], default: MetricDefinition | None
 ) -> None:
     found, added = add_default_metric(asked, Dataset(inputs={"x": np.zeros((2, 1))}, label=label))

@@ -146,7 +146,7 @@ def test_stage_refused_by_handler_has_reason_of_refusal() -> None:
     assert result.outcomes["gate/fp32@cpu"].reason == "no variant passed"
 
 
-def test_deploy_after_refused_promotion_binds_endpoint() -> None:
+def test_deploy_stage_after_refused_promotion_is_done() -> None:
     result = go(CountingHandler(errors={"promote@cpu": [RefusedError("was rolled back")]}))
     assert result.outcomes["promote@cpu"].status is StageStatus.FAILED
     assert result.outcomes["deploy/digits"].status is StageStatus.DONE

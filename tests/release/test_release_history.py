@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from onnx_ops.ports import Context
 from onnx_ops.release.journal import Journal
 from onnx_ops.release.promote import delete_endpoint, promote
 from onnx_ops.release.status import HistoryFilter, HistoryLine, filter_endpoints, read_history
-from tests.release.release_parts import MODEL, TARGET, Scene
+from tests.release.release_parts import MODEL, TARGET, Scene, roll_back
 
 
 def history(context: Context, *endpoints: str, **selection: Any) -> tuple[HistoryLine, ...]:
@@ -92,14 +93,20 @@ def test_history_line_of_failed_action_has_no_traffic(scene: Scene) -> None:
 
 def test_history_with_since_actor_and_limit_returns_matching_lines(scene: Scene) -> None:
     scene.world.clock.advance(DAY)
-    promote(scene.context, MODEL, scene.publish("b"), TARGET, actor="alice")
+    promote(scene.context, MODEL, scene.publish("b"), TARGET)
     scene.reconcile_all()
     moment = scene.world.clock.now()
     late = history(scene.context, since=moment)
     assert late
-    assert len(late) < len(history(scene.context))
-    assert history(scene.context, limit=2) == history(scene.context)[-2:]
-    assert history(scene.context, actor="nobody") == ()
+    lines = history(scene.context)
+    assert late == tuple(
+        line for line in lines if datetime.fromisoformat(line.at).timestamp() >= moment
+    )
+    assert len(late) < len(lines)
+    assert history(scene.context, limit=2) == lines[-2:]
+    assert history(scene.context, actor="other") == ()
+    roll_back(scene.context, "digits", reason="slow", actor="alice")
+    assert {line.actor for line in history(scene.context, actor="alice")} == {"alice"}
 
 
 def test_history_with_model_and_target_returns_matching_lines(scene: Scene) -> None:

@@ -408,7 +408,7 @@ def test_ab_test_finishes_if_better_aborts_if_worse_and_waits_if_undecided() -> 
     )
 
 
-def test_ab_test_applies_on_inconclusive_and_goal_only_with_enough_feedback() -> None:
+def test_ab_test_applies_on_inconclusive_only_with_enough_feedback() -> None:
     finish = replace(AB, ab_test=SplitTest(duration=1.0, on_inconclusive="finish"))
     acts(due(seen(*reported(50, 50)), finish), ActionKind.FINISH)
     waits(due(seen(), finish), WaitKind.INCONCLUSIVE, "no feedback was reported")
@@ -421,6 +421,9 @@ def test_ab_test_applies_on_inconclusive_and_goal_only_with_enough_feedback() ->
         ),
         ActionKind.ABORT,
     )
+
+
+def test_ab_test_with_lower_goal_finishes_if_candidate_has_fewer_successes() -> None:
     lower = replace(AB, ab_test=SplitTest(duration=1.0, goal="lower"))
     acts(due(seen(*reported(50, 100)), lower), ActionKind.FINISH)
 

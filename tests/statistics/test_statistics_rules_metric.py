@@ -270,6 +270,7 @@ def test_metric_gate_with_grouped_rows_adds_advisory() -> None:
 
 
 def test_metric_gate_passes_exactly_if_p_value_is_below_five_percent() -> None:
+    verdicts = []
     for estimate in (-0.02, -0.035, -0.045):
         (found,) = judged(
             MetricGate(name="f1", max_drop=0.05),
@@ -277,3 +278,5 @@ def test_metric_gate_passes_exactly_if_p_value_is_below_five_percent() -> None:
         )
         assert found.p_value is not None
         assert (found.p_value < 0.05) == (found.verdict is Verdict.PASS)
+        verdicts.append(found.verdict)
+    assert verdicts == [Verdict.PASS, Verdict.PASS, Verdict.INCONCLUSIVE]

@@ -114,7 +114,7 @@ def test_measure_unit_evidence_with_further_failure_never_falls() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(percent=percents, seed=st.integers(0, 999))
-def test_measure_unit_evidence_of_split_is_mean_of_products_of_factors(
+def test_measure_unit_evidence_with_expected_share_is_mean_of_products_of_factors(
     percent: int, seed: int
 ) -> None:
     first, second = np.random.default_rng(seed).integers(0, 9, (2, 2, BINS)) * (

@@ -12,7 +12,7 @@ from tests.support import processor
     ("machine", "program", "reason"),
     [("aarch64", "/bin/qemu", "aarch64"), ("x86_64", None, "apt-get")],
 )
-def test_processor_main_without_emulator_fails_only_if_services_are_required(
+def test_processor_main_that_cannot_run_fails_only_if_services_are_required(
     machine: str,
     program: str | None,
     reason: str,

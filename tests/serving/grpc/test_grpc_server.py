@@ -129,7 +129,7 @@ def test_grpc_infer_with_user_key_selects_same_deployment_as_http(
         ),
     ],
 )
-def test_grpc_infer_error_has_matching_code_and_http_message(
+def test_grpc_infer_of_invalid_request_returns_code_and_counts_http_status(
     worker: Worker, connect: Connect, changes: dict[str, Any], code: Any, status: int, message: str
 ) -> None:
     client = connect(worker.grpc_port)
@@ -223,7 +223,7 @@ def test_grpc_server_before_first_publication_is_not_ready(
     assert caught.value.details() == "no deployment is published to this endpoint yet"
 
 
-def test_grpc_and_http_requests_share_one_queue(
+def test_grpc_requests_behind_running_http_request_are_queued_up_to_limit(
     gate: Gate, blue: Deployment, connect: Connect
 ) -> None:
     with behind(gate, replace(blue, batchable=True), queue=2) as worker:

@@ -274,7 +274,7 @@ def test_read_infer_with_unrepresentable_element_raises_user_error(
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"\xff\xfe", b'{"inputs": NaN}', b"[" * 100_000, b"{}x", b'"x"']
 )
-def test_read_infer_of_malformed_json_raises_user_error(body: bytes) -> None:
+def test_read_infer_of_body_without_json_object_raises_user_error(body: bytes) -> None:
     with pytest.raises(UserError, match=r"not JSON|list of inputs"):
         read_infer(body, None, PIXELS)
 
