@@ -128,7 +128,8 @@ def test_workflow_secrets_are_in_step_environments_only(file: Path) -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_workflow_writes_signing_key_before_it_calls_command(file: Path, tmp_path: Path) -> None:
-    *_, step, _ = steps_of(load(file))
+    *_, step, last = steps_of(load(file))
+    assert f"onnx-ops {file.stem}" in last["run"]
     assert step["env"] == {"KEY": "${{ secrets.ONNX_OPS_SIGNING_PEM }}"}
     settings, key = tmp_path / "settings", tmp_path / "keys" / "signing.pem"
     environ = {

@@ -186,7 +186,7 @@ def test_azureml_apply_with_insufficient_quota_raises_error_and_changes_nothing(
     assert world.observed().is_equivalent(state)
 
 
-def test_azureml_apply_of_crashing_container_moves_no_traffic_until_recreated(world: World) -> None:
+def test_azureml_apply_of_crashing_container_moves_no_traffic_until_it_runs(world: World) -> None:
     name = world.name(world.green)
     world.apply(1, blue=100)
     world.cloud.conditions.broken.add(name)
@@ -361,7 +361,7 @@ def test_azureml_apply_of_instance_count_updates_deployment_in_place(world: Worl
     assert len(world.cloud.routes("scaling")) == 3
 
 
-def test_azureml_drift_of_instance_counts_ignores_external_autoscaling(world: World) -> None:
+def test_azureml_drift_with_external_autoscaling_ignores_instance_count(world: World) -> None:
     name, three = world.name(world.blue), config_of(world.cloud, instances=3)
     world.apply(1, three, blue=100)
     deployment = world.cloud.control.resources[f"onlineEndpoints/scaling/deployments/{name}"].body

@@ -143,7 +143,7 @@ def test_azureml_diagnosis_with_html_response_reports_failed_check(
         ),
     ],
 )
-def test_azureml_diagnosis_with_missing_prerequisite_reports_failed_check_and_remedy(
+def test_azureml_diagnosis_with_unmet_or_unreadable_prerequisite_reports_check_and_remedy(
     world: World,
     conditions: dict[str, object],
     options: dict[str, str | int],

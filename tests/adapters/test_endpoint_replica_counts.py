@@ -125,6 +125,8 @@ def test_count_by_server_with_eight_follower_starts_counts_server_once(site: Rep
 
 def test_count_by_server_with_load_only_table_ignores_it(site: ReplicaSite) -> None:
     report(site, "r3", errors=60, generation=TableNumber(3, 0).generation)
+    counts = site.provider.count_by_server(site.config, NAMES, ["blue"])
+    assert {each.server for each in counts} == {"r1", "r2", "r4"}
     assert not find(site)
 
 

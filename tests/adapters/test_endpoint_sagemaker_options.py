@@ -225,7 +225,7 @@ def test_build_layout_with_short_metric_interval_sets_publish_frequency() -> Non
 
 
 @given(first=some.integers(1, 99), second=some.integers(1, 99))
-def test_build_layout_with_other_weights_keeps_config_unless_image_changes(
+def test_layout_has_config_with_any_weights_returns_true_unless_image_differs(
     first: int, second: int
 ) -> None:
     options = read_sagemaker_options(SETTINGS)
@@ -279,7 +279,7 @@ def test_build_layout_with_nine_trusted_keys_raises_user_error(tmp_path: Path) -
         )
 
 
-def test_build_layout_with_rotated_keys_replaces_all_models(tmp_path: Path) -> None:
+def test_build_layout_with_additional_trusted_key_replaces_all_models(tmp_path: Path) -> None:
     state = state_of(fileless_deployment("v1"), fileless_deployment("v2"), v1=90, v2=10)
     options = read_sagemaker_options(SETTINGS)
     create_key(tmp_path / "old.pem")

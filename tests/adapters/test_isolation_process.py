@@ -208,10 +208,12 @@ def test_isolated_exporter_after_crash_exports_next_model(
 def test_isolated_exporter_after_timeout_stops_all_its_processes(tmp_path: Path, do: str) -> None:
     exporter = make(tmp_path, ProcessLimits(timeout=3.0))
     model = load(exporter, tmp_path / "m")
+    pid = model.process._process.pid
     with pytest.raises(StageError, match="longer than 3 s to export") as failure:
         exporter.export(model, request(tmp_path / "o", do))
     assert f"in {do}" in failure.value.why
     assert "env.timeout" in failure.value.remedy
+    until(lambda: not is_alive(pid))
     if do == "hang":
         until(lambda: not is_alive(int((tmp_path / "o").read_text())))
 

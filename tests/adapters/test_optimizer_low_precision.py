@@ -184,7 +184,7 @@ def test_fp16_optimizer_with_too_large_weights_raises_user_error_unless_excluded
     ("names", "remedy"),
     [(("held", "product"), "Add held, product to"), (("", "product"), "Give each node")],
 )
-def test_fp16_optimizer_with_too_large_constant_node_names_nodes_to_exclude(
+def test_fp16_optimizer_with_too_large_constant_node_suggests_exclusion_or_node_names(
     perceptron: OptimizeRequest, names: tuple[str, str], remedy: str
 ) -> None:
     """An exclusion of the node that uses the weight has no effect on a Constant node."""

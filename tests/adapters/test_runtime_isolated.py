@@ -122,7 +122,9 @@ def test_isolated_fingerprint_without_exact_build_raises_user_error(
     assert "==" in caught.value.remedy
 
 
-def test_targeted_runtime_runs_each_target_in_its_environment(tmp_path: Path, file: Path) -> None:
+def test_targeted_runtime_fingerprint_depends_on_environment_and_unisolated_target_runs(
+    tmp_path: Path, file: Path
+) -> None:
     runtime = TargetedRuntime().with_environments(tmp_path)
     here = replace(APART, env=None)
     assert runtime.fingerprint(here) == OnnxRuntime().fingerprint(here)

@@ -89,7 +89,8 @@ def test_lease_end_after_newer_table_moves_traffic_is_zero(following: Following)
 def test_lease_end_while_models_are_loaded_is_extended(following: Following) -> None:
     prepared, _ = plan(3, CANARY, c=10, a=90)
     following.see(must(prepared))
-    assert following.compute_lease_end(NOW) == NOW + LEASE_S
+    following.listed_at = following.reported_at = NOW + 5
+    assert following.compute_lease_end(NOW + 5) == NOW + 5 + LEASE_S
 
 
 def test_lease_end_without_heartbeat_is_zero_until_it_returns(following: Following) -> None:
@@ -117,8 +118,10 @@ def test_lease_end_after_gap_is_zero_until_later_heartbeat(following: Following,
 
 
 def test_lease_end_after_short_gap_is_extended(following: Following) -> None:
-    following.see_beat(2, NOW + LEASE_S)
-    assert following.compute_lease_end(NOW + LEASE_S) == NOW + LEASE_S
+    now = NOW + LEASE_S
+    following.listed_at = following.reported_at = now
+    following.see_beat(2, now)
+    assert following.compute_lease_end(now) == now + LEASE_S
 
 
 class PolledMeanwhile(Following):
@@ -156,14 +159,14 @@ def test_lease_end_of_new_replica_is_zero_until_second_heartbeat() -> None:
 
 
 @pytest.mark.parametrize("names", [[], ["00000001-1.json"], ["00000003-1.json"]])
-def test_require_known_without_known_table_raises_service_unavailable_error(
+def test_require_known_with_missing_table_raises_service_unavailable_error(
     names: list[str],
 ) -> None:
     with pytest.raises(ServiceUnavailableError, match="table 00000002-1 is missing"):
         require_known(names, TableNumber(2), "/share/control")
 
 
-def test_require_known_with_known_table_raises_no_error() -> None:
+def test_require_known_with_listed_table_or_none_raises_no_error() -> None:
     require_known(["00000002-1.json", "00000003-1.json"], TableNumber(2), "/share/control")
     require_known([], None, "/share/control")
 

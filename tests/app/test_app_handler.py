@@ -90,7 +90,9 @@ def deploy(*, auto: bool = False, **section: object) -> Stage:
     )
 
 
-def test_deploy_stage_without_promotion_updates_policy_only(tmp_path: Path) -> None:
+def test_deploy_stage_without_promotion_updates_policy_of_bound_endpoint_only(
+    tmp_path: Path,
+) -> None:
     context = FakeWorld().context(root=tmp_path)
     handler, inputs = handler_of(context), {"register": registered(context, KEY)}
     assert handler.refusal(deploy(auto=True), inputs) == "needs promote@cpu, which did not complete"

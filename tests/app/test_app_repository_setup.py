@@ -243,7 +243,7 @@ def test_init_into_repository_creates_pipeline_whose_gates_do_not_fail(
     assert ".onnx-ops" not in listed.stdout
 
 
-def test_init_into_repository_with_ci_only_runs_gates_and_registers_nothing(
+def test_init_into_repository_with_ci_only_writes_working_pipeline_without_registration(
     tmp_path: Path,
 ) -> None:
     given = make_model_repository(tmp_path)

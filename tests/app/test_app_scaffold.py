@@ -126,7 +126,9 @@ def test_recording_job_of_ci_only_equals_judge_except_for_step_event_runner_and_
     assert evaluate | changed == judge | changed
 
 
-def test_scaffold_pipeline_contains_rollout_used_by_tutorials(tmp_path: Path) -> None:
+def test_scaffold_pipeline_contains_rollout_of_one_step_with_scale_down_delay(
+    tmp_path: Path,
+) -> None:
     scaffold(tmp_path / "fraud", "fraud", "sklearn")
     text = (tmp_path / "fraud" / "configs" / "pipelines" / "fraud.yaml").read_text(encoding="utf-8")
     assert "rollout: {steps: [100%], scale_down_delay: 24h}\n" in text
@@ -137,6 +139,7 @@ def test_scaffold_into_used_folder_overwrites_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="this is not an empty folder"):
         scaffold(tmp_path, "fraud", "sklearn")
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    assert (tmp_path / "kept").read_text() == "mine"
 
 
 @pytest.mark.parametrize("name", ["Fraud", "../fraud", "", "fraud model", "-fraud"])
@@ -155,7 +158,9 @@ def test_scaffold_with_reserved_or_installed_name_raises_user_error(
     assert not (tmp_path / "new").exists()
 
 
-def test_write_wheel_contains_build_files_and_is_reproducible(tmp_path: Path) -> None:
+def test_write_wheel_contains_constraints_and_entry_point_and_is_reproducible(
+    tmp_path: Path,
+) -> None:
     one, other = (
         write_wheel(distribution("onnx-ops"), tmp_path / name) for name in ("one", "other")
     )

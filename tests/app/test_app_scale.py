@@ -98,7 +98,7 @@ def test_run_of_later_pipeline_does_same_work_as_third_pipeline(
     assert later["written"] <= 8 * each[-1][0]
 
 
-def test_run_without_changes_writes_nothing_and_hashes_each_file_at_most_once(
+def test_run_without_changes_writes_nothing_and_hashes_no_more_files_than_are_stored(
     synthetic: Any, counts: Counter[str], tmp_path: Path
 ) -> None:
     (file,) = synthetic.write_project(

@@ -57,7 +57,7 @@ def test_summary_report_prints_stage_error_once(
         assert printed.count("it answers differently each time") == 1
 
 
-def test_summary_report_prints_sampled_rows_once_per_target(
+def test_summary_report_of_two_variants_prints_sampled_rows_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sampled = SampledRows(data="test", used=512, total=1000)

@@ -42,7 +42,7 @@ def run(*arguments: str, code: int = 0) -> str:
 
 
 @pytest.mark.nightly
-def test_quantize_auto_writes_best_variant_and_all_trials(
+def test_quantize_auto_writes_found_variant_and_record_of_trials(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     budget = ["--budget", "metric_drop=40%", "--budget", "max_builds=9", "--budget", "size=1MB"]

@@ -74,7 +74,9 @@ def test_section_of_plugin_has_its_name_and_options(kind: str) -> None:
 
 
 @pytest.mark.parametrize("file", [Pipeline, Target, FileSettings, AnalysisServiceConfig])
-def test_file_sections_have_free_mappings_only_as_plugin_options(file: type) -> None:
+def test_file_sections_have_free_mappings_only_as_plugin_options_or_listed_values(
+    file: type,
+) -> None:
     sections = {section for section, _ in SECTIONS.values()}
     for section in find_dataclasses(file, set()):
         for key, (_, hint) in file_fields(section).items():

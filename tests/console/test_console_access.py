@@ -50,6 +50,7 @@ def test_responses_have_strict_content_policy_without_inline_code(console: Conso
         assert policy.startswith("default-src 'none'; style-src 'self'; script-src 'self'")
         assert "unsafe" not in policy
         assert answer.headers["x-content-type-options"] == "nosniff"
+        assert "<script>" not in answer.text
         assert " style=" not in answer.text
         assert "<style" not in answer.text
         assert " onclick" not in answer.text
@@ -58,7 +59,7 @@ def test_responses_have_strict_content_policy_without_inline_code(console: Conso
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", ""])
-def test_request_with_foreign_host_header_returns_421(console: Console, host: str) -> None:
+def test_request_with_foreign_or_empty_host_header_returns_421(console: Console, host: str) -> None:
     assert console.ask("/", host=host).status == 421
 
 
@@ -69,11 +70,14 @@ def test_request_with_host_of_this_machine_is_allowed(console: Console, host: st
 
 def test_choose_hosts_beyond_loopback_limits_hosts_only_if_configured() -> None:
     assert choose_hosts("0.0.0.0", ()) is None  # noqa: S104 (no socket)
+    assert choose_hosts("10.0.0.1", ()) is None
     own = ("localhost", "127.0.0.1", "[::1]", "10.0.0.1")
     assert choose_hosts("10.0.0.1", ("Console.Example",)) == frozenset({*own, "console.example"})
 
 
-def test_console_beyond_loopback_without_token_raises_refused_error(tmp_path: Path) -> None:
+def test_console_beyond_loopback_or_with_other_host_without_token_raises_refused_error(
+    tmp_path: Path,
+) -> None:
     project = project_of(tmp_path, serving("a").context)
     with pytest.raises(RefusedError, match=VARIABLE):
         ConsoleServer(project, "0.0.0.0", 0)  # noqa: S104 (refused)
@@ -81,7 +85,7 @@ def test_console_beyond_loopback_without_token_raises_refused_error(tmp_path: Pa
         ConsoleServer(project, "127.0.0.1", 0, allowed_hosts=("console.example",))
 
 
-def test_console_with_token_answers_only_requests_with_token(tmp_path: Path) -> None:
+def test_console_with_token_answers_only_requests_with_valid_authorization(tmp_path: Path) -> None:
     with serving_console(tmp_path, serving("a").context, token=TOKEN) as console:
         refused = [
             console.ask("/"),

@@ -171,7 +171,7 @@ def released(folder: Path) -> None:
     ],
     ids=["sagemaker", "azureml", "plain"],
 )
-def test_image_entrypoint_with_cloud_environment_serves_model(
+def test_image_entrypoint_with_cloud_or_plain_environment_serves_model(
     image: Path, tmp_path: Path, below: str, port_name: str, folder_name: str
 ) -> None:
     released(tmp_path / "mounted" / below)

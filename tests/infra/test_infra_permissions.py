@@ -254,7 +254,7 @@ def test_azure_operator_writes_tables_and_reports() -> None:
         ("workspaces/listKeys/action", "workspace", False),
     ],
 )
-def test_azure_role_permits_endpoint_operations_of_workspace_only(
+def test_azure_role_is_allowed_of_request_follows_actions_and_scope(
     action: str, scope: str, allowed: bool
 ) -> None:
     request = azureml_roles.Request(f"Microsoft.MachineLearningServices/{action}", scope)

@@ -58,7 +58,7 @@ def break_candidate(root: Path) -> None:
 
 
 @pytest.mark.parametrize("given", ["path", "address"])
-def test_judge_action_installs_wheel_and_writes_table_into_summary(
+def test_judge_action_installs_wheel_and_writes_verdict_into_summary(
     given: str, wheel: Path, repository: Path, tmp_path: Path
 ) -> None:
     place = repository / "vendor" / wheel.name

@@ -160,7 +160,7 @@ def test_deployment_client_creates_updates_and_deletes_endpoint(
         (f"models:/{MODEL}/1", {"target": TARGET, "prot": "1"}, "INVALID_PARAMETER_VALUE", "prot"),
     ],
 )
-def test_create_deployment_with_invalid_request_binds_nothing(
+def test_create_deployment_with_refused_or_invalid_request_binds_nothing(
     client: mlflow_deployments.OnnxOpsDeployments,
     uri: str,
     config: dict[str, str],

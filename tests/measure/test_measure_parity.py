@@ -5,7 +5,7 @@ A correct export is never reported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -175,8 +175,16 @@ def test_locate_divergence_in_long_graph_searches_it_in_parts(
     source: Source, tmp_path: Path, shown: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parity, "SHOWN", shown)
-    found = source.located(*faulty(source, tmp_path, "features.2.weight", "sign"), source.tracer)
+    traced: list[int] = []
+
+    def trace(inputs: Tensors, names: Collection[str]) -> tuple[Tensors, Tensors | None]:
+        traced.append(len(names))
+        return source.tracer(inputs, names)
+
+    found = source.located(*faulty(source, tmp_path, "features.2.weight", "sign"), trace)
     assert found.node == "node_conv2d_1"
+    assert len(traced) > 1
+    assert max(traced) <= shown
 
 
 def test_locate_divergence_without_node_explains_why(

@@ -68,7 +68,7 @@ def test_estimate_cost_of_lstm_transposed_product_and_function_counts_macs(tmp_p
     assert in_a_function.macs == {"MatMul": 4 * 6 * 2}
 
 
-def test_estimate_cost_of_unsupported_operators_lists_them(tmp_path: Path) -> None:
+def test_estimate_cost_of_unsupported_or_misshapen_operators_lists_them(tmp_path: Path) -> None:
     found = cost_of(tmp_path, 'z = Einsum<equation = "bij,bij->b">(x, x) y = own.Secret(z)')
     assert (found.macs, found.uncounted, found.unknown_values) == (
         {},

@@ -138,7 +138,9 @@ def normalize(z: Array) -> Array:
     ],
     ids=lambda value: value.rpartition("= ")[2].partition("(")[0] if isinstance(value, str) else "",
 )
-def test_rounding_error_bounds_float32_loss(tmp_path: Path, body: str, exact: Any) -> None:
+def test_rounding_error_is_between_quarter_of_float32_loss_and_200_times_it(
+    tmp_path: Path, body: str, exact: Any
+) -> None:
     """The bounds are neither much too small nor many times too large.
 
     Too small bounds would reject correct exports.
@@ -164,7 +166,7 @@ def test_rounding_error_bounds_float32_loss(tmp_path: Path, body: str, exact: An
 
 
 @pytest.mark.parametrize("opset", [9, 13, 18, 20])
-def test_write_with_rounding_errors_supports_reductions_of_each_opset(
+def test_write_with_rounding_errors_of_softmax_supports_opsets_from_9(
     tmp_path: Path, opset: int
 ) -> None:
     path = write(

@@ -51,7 +51,9 @@ def test_measure_weights_with_swapped_names_pairs_by_values(tmp_path: Path) -> N
     assert max(one.steps for one in measure_weights(source, derived)) <= 0.51
 
 
-def test_measure_weights_with_wrong_values_of_same_name_exceeds_limit(tmp_path: Path) -> None:
+def test_measure_weights_with_wrong_values_of_same_name_returns_more_than_ten_steps(
+    tmp_path: Path,
+) -> None:
     source = write_source(tmp_path / "source.onnx")
     derived = write_rounded(
         source, tmp_path / "derived.onnx", {name: name for name in ("v1", "v2", "h1", "h2")}

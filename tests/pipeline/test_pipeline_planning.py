@@ -308,7 +308,7 @@ def test_changed_training_code_changes_all_later_keys() -> None:
         ({"hardware": "another machine"}, pairs_of("benchmark", "gate")),
     ],
 )
-def test_changed_tool_or_hardware_changes_only_dependent_keys(
+def test_changed_tool_or_hardware_changes_dependent_keys_and_keeps_training_and_export(
     world: dict[str, str], again: set[str]
 ) -> None:
     found = changed(planned(), planned(probe=TableProbe(world=world)))
@@ -332,7 +332,7 @@ def test_plan_keys_change_with_settings(change: Callable[[], Pipeline]) -> None:
     assert changed(planned(), planned(change()))
 
 
-def test_changed_target_changes_only_its_benchmark_keys() -> None:
+def test_benchmark_keys_change_only_for_changed_target() -> None:
     targets = {
         **TARGETS,
         "edge": replace(TARGETS["edge"], session=SessionSettings(intra_op_threads=4)),

@@ -152,9 +152,14 @@ def test_reconcile_killed_twice_is_completed_by_third_process(
     copies = asked(name)
     whole = copies()
     moments = moments_of_effects(whole)
+    deaths = 0
     for first, second in sweep(itertools.product(moments[::2], moments[1::3])):
-        scene, _ = reconcile_and_die(copies(), tmp_path / "world", first)
-        scene, _ = reconcile_and_die(scene, tmp_path / "world", second)
+        scene, died = reconcile_and_die(copies(), tmp_path / "world", first)
+        assert died
+        # The second process can complete the operation before this moment.
+        scene, died = reconcile_and_die(scene, tmp_path / "world", second)
+        deaths += died
         reconcile(scene)
         assert end_of(scene) == end_of(whole), f"killed at moments {first} and {second}"
         assert entries(scene) == entries(whole), f"killed at moments {first} and {second}"
+    assert deaths > 0

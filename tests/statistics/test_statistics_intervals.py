@@ -107,7 +107,9 @@ class TestNonInferiority:
         assert rates(2000, 0.0, 0.01, 0.01)[Verdict.PASS] >= 0.9
         assert rates(2000, 0.03, 0.04, 0.01)[Verdict.FAIL] >= 0.95
 
-    def test_metric_limit_with_few_rows_rarely_passes(self) -> None:
+    def test_metric_limit_with_few_rows_rarely_passes_drop_and_is_inconclusive_without_change(
+        self,
+    ) -> None:
         assert rates(200, 0.02, 0.04, 0.01)[Verdict.PASS] <= 0.05
         assert verdict(100, 0, 0, 0.01) is Verdict.INCONCLUSIVE
         assert verdict(300, 0, 0, 0.01) is Verdict.PASS

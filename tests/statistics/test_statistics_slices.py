@@ -124,7 +124,9 @@ def test_correct_for_all_returns_p_values_of_holm() -> None:
 
 
 @pytest.mark.parametrize("limit", [0.01, 0.05, 0.2])
-def test_needed_rows_are_fewest_whose_interval_can_keep_drop(limit: float) -> None:
+def test_needed_rows_are_fewest_whose_interval_can_keep_drop_or_fewest_of_slice(
+    limit: float,
+) -> None:
     needed = SlicesGate(max_drop=limit).count_needed_rows()
     assert tango_interval(needed, 0, 0)[1] > -limit
     assert needed == FEWEST_SLICE_ROWS or -limit >= tango_interval(needed - 1, 0, 0)[1]

@@ -68,7 +68,7 @@ def test_estimate_speedup_with_supplied_rows_times_first_row(model: Path) -> Non
         ("fast", (TRIAL,), (), TRIAL, False, "--budget NAME=…"),
     ],
 )
-def test_suggest_options_of_search_without_model_names_option_that_helps(
+def test_suggest_options_of_search_without_model_returns_remedy_of_its_cause(
     role: Role,
     trials: tuple[Trial, ...],
     front: tuple[int, ...],

@@ -108,7 +108,7 @@ def test_load_table_with_star_joins_columns(context: Context) -> None:
         ({"group": "age"}, "none of them missing"),
     ],
 )
-def test_load_table_with_unfit_column_raises_user_error(
+def test_load_table_with_unfit_or_unknown_column_raises_user_error(
     context: Context, section: Mapping[str, Any], words: str
 ) -> None:
     with pytest.raises(UserError) as caught:

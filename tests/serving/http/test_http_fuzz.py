@@ -15,7 +15,9 @@ from tests.serving.serving_worker import Worker
 from tests.support.server import scaled
 
 
-def test_damaged_request_streams_get_at_most_one_answer_per_request(tmp_path: Path) -> None:
+def test_damaged_request_streams_get_at_most_one_more_answer_than_request_lines(
+    tmp_path: Path,
+) -> None:
     counts: Counter[int] = Counter()
     with Worker(state_of(scaled(tmp_path, "blue"), blue=100)).running() as worker:
         for number in range(400):

@@ -158,7 +158,7 @@ def test_encode_outputs_returns_predictions_by_name_or_as_records() -> None:
     }
 
 
-def test_encode_outputs_of_records_with_unequal_rows_raises_user_error() -> None:
+def test_encode_outputs_of_records_without_equal_rows_raises_user_error() -> None:
     with pytest.raises(UserError, match="does not fit a table"):
         predictions(InferenceRequest({}, ("y",), 0, ResponseFormat.RECORDS), [np.array(1.0)])
     with pytest.raises(UserError, match="differ in length"):
