@@ -142,7 +142,7 @@ class OptimizerSuite:
         assert "nothing-like-it" in str(caught.value)
         assert not wrong.path.exists()
 
-    def test_optimize_without_needed_calibration_raises_user_error(
+    def test_optimize_without_calibration_raises_user_error_if_it_is_needed(
         self, optimizer: Optimizer, request_: OptimizeRequest
     ) -> None:
         without = replace(request_, calibration=None)

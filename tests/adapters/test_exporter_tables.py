@@ -98,6 +98,7 @@ def test_load_search_object_returns_its_best_estimator(tmp_path: Path, search: s
     exporter = SklearnExporter()
     exporter.save(searched, tmp_path)
     loaded = exporter.load(tmp_path)
+    assert type(loaded) is type(searched.best_estimator_)
     check_same(exporter, loaded, COLUMNS, tmp_path)
     expected = exporter.reference(loaded, COLUMNS, "float64")
     assert expected is not None

@@ -146,7 +146,7 @@ def kept(tmp_path: Path) -> tuple[ReleaseState, Path]:
 @pytest.mark.parametrize(
     "content", ["torn", "another fold", "another state", "gone", "of a longer ledger"]
 )
-def test_ledger_state_with_unusable_snapshot_is_computed_from_entries(
+def test_ledger_state_with_missing_or_unusable_snapshot_is_computed_from_entries(
     kept: tuple[ReleaseState, Path], content: str
 ) -> None:
     state, folder = kept

@@ -152,7 +152,7 @@ def test_compute_added_memory_is_known_only_after_new_peak(
     assert cold_start.compute_added_memory(50, 80) == 40
 
 
-def test_mark_memory_without_proc_uses_getrusage_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_added_memory_without_proc_is_increase_of_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cold_start, "_status", dict)
     peaks = iter([100, 100, 100, 130])
     monkeypatch.setattr(cold_start, "_highest", lambda: next(peaks))

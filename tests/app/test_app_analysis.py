@@ -393,6 +393,7 @@ def test_show_of_forgotten_rollout_raises_not_found_error_until_new_start(
     with pytest.raises(NotFoundError):
         site.service.add_counts(POSTED, make_counts((1, 0), "two"))
     assert start_posted(site).verdict.verdict == "inconclusive"
+    assert site.service.show(POSTED).verdict.verdict == "inconclusive"
 
 
 def test_add_counts_for_analysis_of_prometheus_raises_refused_error(site: AnalysisSite) -> None:

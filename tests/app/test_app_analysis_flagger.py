@@ -61,7 +61,7 @@ def list_open(client: AnalysisClient) -> set[str]:
     return {hook for hook in FLAGGER_HOOKS if call(client, hook) == 200}
 
 
-def test_flagger_canary_without_traffic_gets_first_traffic_only_once(
+def test_flagger_canary_without_traffic_gets_first_traffic_and_then_waits_for_requests(
     client: AnalysisClient,
 ) -> None:
     assert [call(client, hook) for hook in STARTS] == [200, 200]
@@ -138,7 +138,7 @@ def test_flagger_revisions_in_metadata_replace_default_revisions(client: Analysi
     ],
 )
 @pytest.mark.parametrize("hook", ["rollback", "confirm-promotion", "pre-rollout"])
-def test_flagger_with_hostile_payload_gets_400(
+def test_flagger_with_invalid_payload_gets_400(
     client: AnalysisClient, hook: str, changes: dict[str, Any]
 ) -> None:
     assert call(client, hook, **changes) == 400

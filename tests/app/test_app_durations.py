@@ -50,7 +50,7 @@ def test_durations_of_damaged_file_are_empty(damage: bytes, tmp_path: Path) -> N
     assert durations.last == {"export": 2.0}
 
 
-def test_durations_record_in_unwritable_folder_raises_no_error(tmp_path: Path) -> None:
+def test_durations_record_with_file_in_place_of_folder_raises_no_error(tmp_path: Path) -> None:
     (tmp_path / "durations").touch()
     Durations(tmp_path / "durations" / "p.json").record("export", 2.0)
 

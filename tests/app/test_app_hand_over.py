@@ -96,7 +96,9 @@ def place(evaluated: Path, tmp_path: Path) -> Path:
     return copy
 
 
-def test_prepare_release_signs_without_running_user_code(place: Path) -> None:
+def test_release_of_evaluation_passes_gates_and_promotes_without_running_user_code(
+    place: Path,
+) -> None:
     assert (place / "root" / "ran").exists()
     (place / "root" / "ran").unlink()
     summary = release(place / "root", place / "evaluation")
@@ -134,7 +136,7 @@ def test_release_of_evaluation_of_other_commit_or_champion_is_refused(place: Pat
     assert project.context.registry().aliases("iris")[format_alias("champion", "cpu-1t")] == "1"
 
 
-def test_prepare_release_of_failed_evaluation_names_its_cause(place: Path) -> None:
+def test_release_of_failed_evaluation_names_its_cause(place: Path) -> None:
     (place / "root" / "job.py").write_text(
         "def train(data):\n    raise ValueError('no rows')\n", encoding="utf-8"
     )

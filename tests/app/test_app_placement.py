@@ -158,13 +158,14 @@ def test_remote_training_reads_no_pickle_and_leaves_no_code_on_worker(
 
     monkeypatch.setattr(pickle, "loads", refuse)
     monkeypatch.setattr(pickle, "load", refuse)
+    monkeypatch.setattr("joblib.load", refuse)
     pools = Nearby(worker)
     found = asked(pools, asker, train_stage(asker))
     assert pools.asked[0].pool == "gpu"
     assert len(json.dumps(dict(pools.asked[0].parameters))) < 500
     assert "trained/model.joblib" in found
     assert asker.context.store.lookup(KEY) == found
-    assert not any(worker.settings.root.glob("*.py"))
+    assert not any(worker.settings.root.rglob("*.py"))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -37,6 +38,7 @@ def test_measurement_lock_for_measurement_excludes_other_work() -> None:
                 working, measuring = working + (not alone), measuring + alone
                 if measuring and (working or measuring > 1):
                     wrong.append(number)
+            time.sleep(0)  # Other threads get their turn.
             with noting:
                 working, measuring = working - (not alone), measuring - alone
 
@@ -121,6 +123,7 @@ def test_hold_key_lock_admits_one_thread_per_key(tmp_path: Path) -> None:
         nonlocal at_work, most, turns
         with hold_key_lock(tmp_path / "claims", KEY):
             at_work += 1
+            time.sleep(0)  # Other threads get their turn.
             most, turns = max(most, at_work), turns + 1
             at_work -= 1
 

@@ -124,7 +124,7 @@ def test_command_with_omitted_or_plain_values_converts_them_like_typer() -> None
         assert [type(value) for value in ours] == [type(value) for value in of_typer]
 
 
-def test_inspect_imports_no_heavy_module(tmp_path: Path) -> None:
+def test_inspect_imports_no_heavy_module_but_onnx_and_numpy(tmp_path: Path) -> None:
     write_perceptron(tmp_path / "model.onnx")
     loaded = modules_after(["inspect", str(tmp_path / "model.onnx")])
     assert "onnx" in loaded

@@ -71,6 +71,7 @@ MISSING = object()
         ({"a": 1}, {"a": 1, "b": None}, ".b"),
         ({"a": 1, "b": None}, {"a": 1}, ".b"),
         ({"a": [1]}, {"a": 1}, ".a"),
+        ({"a": [1, 2], "b": 1}, {"a": [3, 4], "b": 2}, ".a[0]"),
     ],
 )
 def test_find_difference_of_documents_returns_first_path(

@@ -114,7 +114,7 @@ def test_read_text_of_alias_bomb_reports_limit_of_values() -> None:
 
 
 @pytest.mark.parametrize("text", ["&a [*a]", "[" * 5000, "&a {b: *a}", "- " * 5000, "{a: " * 5000])
-def test_read_text_with_deep_nesting_reports_limit_of_levels(text: str) -> None:
+def test_read_text_with_deep_or_recursive_nesting_reports_limit_of_levels(text: str) -> None:
     (problem,) = refusals(text)
     assert "40 levels" in problem
 

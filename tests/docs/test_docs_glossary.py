@@ -40,7 +40,7 @@ def test_glossary_links_of_page_without_address_are_absent() -> None:
     assert html == "<p>A gate.</p>"
 
 
-def test_ambiguous_terms_are_terms_of_the_glossary() -> None:
+def test_read_terms_excludes_ambiguous_terms_that_glossary_defines() -> None:
     page = ROOT / "docs" / GLOSSARY
     terms = read_terms(page)
     assert {"design effect", "intent", "target"} <= terms

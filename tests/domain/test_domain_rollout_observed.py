@@ -268,4 +268,5 @@ def test_guardrail_result_summary_shows_rates_and_evidence(golden: Golden) -> No
 
 def test_guardrail_result_is_violated_above_limit_but_not_with_nan_evidence() -> None:
     assert GUARD.is_violated
+    assert not replace(GUARD, evidence=GUARD.limit - 0.1).is_violated
     assert not replace(GUARD, evidence=float("nan")).is_violated

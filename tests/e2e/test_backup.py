@@ -33,6 +33,7 @@ def test_moved_project_after_reconcile_serves_and_rolls_back(
         shutil.rmtree(moved.root / ".onnx-ops" / "models")
         assert moved.command("reconcile", ENDPOINT).code == 0
         before = traffic(moved)
+        assert sum(before.values()) == 100
         assert moved.command("rollback", ENDPOINT, "--reason", "slow").code == 0
         assert traffic(moved) != before
         assert moved.command("report", "digits-mlp/1").code == 0

@@ -264,11 +264,13 @@ def test_autoscaler_sets_replicas_and_updates_keep_all_of_them() -> None:
 
 def test_network_policy_permits_only_http_ingress_and_egress_to_dns_and_public_https() -> None:
     policy = read_base()["NetworkPolicy"]["spec"]
+    assert policy["policyTypes"] == ["Ingress", "Egress"]
     assert policy["ingress"] == [{"ports": [{"port": "http", "protocol": "TCP"}]}]
     names, store = policy["egress"]
     assert {port["port"] for port in names["ports"]} == {53}
     assert [port["port"] for port in store["ports"]] == [443]
-    block = store["to"][0]["ipBlock"]
+    (peer,) = store["to"]
+    block = peer["ipBlock"]
     for address in ("169.254.169.254", "10.0.0.1", "172.20.0.1", "192.168.1.1", "100.100.100.200"):
         assert any(ip_address(address) in ip_network(network) for network in block["except"])
 

@@ -65,7 +65,7 @@ class TestOliveStatic(TestOliveDynamic):
         "quant_preprocess": False,
     }
 
-    def test_optimize_without_needed_calibration_raises_user_error(
+    def test_optimize_without_calibration_raises_user_error_if_it_is_needed(
         self, optimizer: Optimizer, request_: OptimizeRequest
     ) -> None:
         with pytest.raises(UserError, match="calibration rows"):

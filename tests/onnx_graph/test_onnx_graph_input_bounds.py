@@ -37,7 +37,7 @@ def write(folder: Path, nodes: str, kind: str = "int64") -> Path:
         ("y = Gather(x, depth)", None),
     ],
 )
-def test_read_input_bounds_of_index_returns_range_of_indexed_table(
+def test_read_input_bounds_returns_range_of_unchanged_index_and_none_for_other_inputs(
     nodes: str, expected: tuple[int, int] | None, tmp_path: Path
 ) -> None:
     path = write(tmp_path, nodes)
@@ -96,7 +96,7 @@ def test_read_input_bounds_of_index_into_each_row_returns_row_length(
         ("a = Add(x, depth) y = Gather(nodes, a)", ()),
     ],
 )
-def test_read_input_bounds_of_index_into_input_returns_dimension_of_that_input(
+def test_read_input_bounds_returns_dimension_of_input_that_unchanged_index_selects_from(
     nodes: str, expected: tuple[int | str, ...], tmp_path: Path
 ) -> None:
     text = f"(int64[n,4] x, float[num_nodes,3] nodes, bool[n,4] mask) => (float y) {{ {nodes} }}"
@@ -114,7 +114,7 @@ def test_read_input_bounds_of_index_into_input_returns_dimension_of_that_input(
         ("y = Equal(x, flat_table)", ()),
     ],
 )
-def test_read_input_bounds_of_compared_number_returns_constants_and_their_neighbours(
+def test_read_input_bounds_returns_scalars_compared_with_unchanged_input_and_neighbours(
     nodes: str, expected: tuple[int, ...], tmp_path: Path
 ) -> None:
     text = f"(int64[n,4] x) => (bool y) {{ {nodes} }}"

@@ -206,7 +206,7 @@ def test_release_report_begins_with_verdict_of_each_target() -> None:
     assert f"A variant is chosen for {', '.join(TARGETS)}." in text
 
 
-def test_release_report_shows_unit_interval_and_count_of_each_value() -> None:
+def test_release_report_shows_values_with_units_intervals_and_counts() -> None:
     text = Page(page_of(release())).text
     assert "0.741× [0.734, 0.748]× 5 session pairs 400 runs A/A ±0." in text
     assert "2% preempted" in text

@@ -85,7 +85,7 @@ def make_forecast(name: str) -> EndpointForecast:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_describe_forecast_prints_steps_and_remedies(name: str, golden: Golden) -> None:
+def test_describe_forecast_of_policy_prints_each_step(name: str, golden: Golden) -> None:
     result = make_forecast(name)
     lines = [f"{'  ' * depth}{line}" for depth, line in describe_forecast(result)]
     golden("forecasts", "\n".join([*lines, "", summarize_forecast(result)]))

@@ -77,7 +77,7 @@ def test_service_latency_counts_only_comparable_requests() -> None:
             assert sum(histogram.buckets[: number + 1]) == sum(time <= bound for time in times)
 
 
-def test_reset_gauges_after_restart_keeps_counters() -> None:
+def test_reset_gauges_of_one_worker_keeps_its_counters_and_gauges_of_other_worker() -> None:
     shared = SharedMetrics(2)
     row = shared.get_row(1, 5)
     row[metrics.QUEUED], row[metrics.IN_PROGRESS], row[metrics.LOADS] = 7, 2, 3

@@ -243,7 +243,7 @@ def test_collect_shows_open_epoch_until_table_changes() -> None:
     assert site.counts.collect().epochs == ()
 
 
-def test_epoch_is_closed_after_inline_requests_settle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_epoch_is_closed_only_after_settle_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rollout_counts, "_SETTLE_S", 1e9)
     site = Site()
     site.watch()

@@ -515,7 +515,7 @@ class TestWeights:
             ([], [], 1, 0),
         ],
     )
-    def test_compute_weight_error_with_nan_or_zero_scale_returns_largest_unless_equal(
+    def test_compute_weight_error_with_nan_or_zero_scale_is_largest_and_of_equal_weights_zero(
         self, original: list[float], dequantized: list[float], scale: float, steps: float
     ) -> None:
         assert compute_weight_error(original, dequantized, scale) == steps
@@ -674,7 +674,7 @@ MISSING = np.where(np.arange(320).reshape(32, 10) == 0, np.float32(np.nan), SCOR
         pytest.param(MISSING, MISSING, NOISE, 0.0, id="NaN on both sides"),
     ],
 )
-def test_measure_batch_invariance_without_noise_uses_tolerance_and_one_sided_nan_is_largest(
+def test_measure_batch_invariance_uses_tolerance_without_noise_and_largest_for_one_sided_nan(
     together: Array, alone: Array, noise: dict[str, float] | None, ratio: float
 ) -> None:
     (found,) = measure_batch_invariance({"y": together}, singles(y=alone), noise)

@@ -150,6 +150,8 @@ def test_make_probe_groups_with_nonfinite_values_changes_one_element_per_row() -
 
 def test_make_probe_groups_beyond_range_multiplies_real_rows_within_type() -> None:
     groups = groups_of(SAMPLES)
+    real = {row.tobytes() for row in (IMAGES.astype(np.float64) * 10).astype(np.float32)}
+    assert {row.tobytes() for row in groups["beyond_range:x10"].inputs["image"]} <= real
     np.testing.assert_allclose(
         groups["beyond_range:x1e3"].inputs["image"].astype(np.float64),
         groups["beyond_range:x10"].inputs["image"].astype(np.float64) * 100,

@@ -67,7 +67,7 @@ def test_judge_slices_corrects_for_their_number() -> None:
         ((measured("s=b", 90, lost=90, groups=3),), "not judged: 90 rows in 3 groups"),
     ],
 )
-def test_judge_slices_with_few_rows_returns_no_verdict_for_that_slice(
+def test_judge_slices_with_few_rows_or_groups_returns_no_verdict_for_that_slice(
     slices: tuple[SliceMeasurement, ...], reason: str
 ) -> None:
     result = judged(measured("s=a", 300), *slices)
@@ -104,7 +104,7 @@ def test_judge_slices_of_first_export_has_no_result() -> None:
 
 
 def test_judge_slices_without_limit_is_inconclusive() -> None:
-    (result,) = judge_gate(SlicesGate(), make_evidence())
+    (result,) = judge_gate(SlicesGate(), make_evidence(slices=(measured("s=a", 300),)))
     assert result.verdict is Verdict.INCONCLUSIVE
 
 

@@ -86,7 +86,7 @@ FAST = [
         "the export does not pass",
     ],
 )
-def test_choose_keeps_passing_export_unless_variant_is_faster_with_confidence(
+def test_choose_keeps_export_unless_it_fails_or_variant_is_faster_with_confidence(
     decisions: list[Decision], variant: str, reason: str
 ) -> None:
     found = choose(decisions)
@@ -475,7 +475,7 @@ WAYS["fixed batch"] = {(1, 3): 100.0, (2, 3): 104.0}
         ("", False, (0, False)),
     ],
 )
-def test_choose_scheduling_selects_threads_and_batching_by_throughput_of_independent_rows(
+def test_choose_scheduling_selects_threads_and_batches_by_throughput_only_of_independent_rows(
     ways: str, independent: bool, chosen: tuple[int, bool]
 ) -> None:
     measured = [

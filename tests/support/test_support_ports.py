@@ -29,7 +29,10 @@ def test_free_port_without_port_below_ephemeral_range_uses_kernel_choice(
 ) -> None:
     (tmp_path / "range").write_text("1024\t60999\n")
     monkeypatch.setattr(ports, "_CONNECTIONS", tmp_path / "range")
-    with socket.create_server(("127.0.0.1", free_port())):
+    ephemeral = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    port = free_port()
+    assert int(ephemeral[0]) <= port <= int(ephemeral[1])
+    with socket.create_server(("127.0.0.1", port)):
         pass
 
 

@@ -50,7 +50,9 @@ def test_host_policy_with_loopback_host_allows_request(host: str) -> None:
         *("localhost:8080.evil.example", "127.0.0.1:8080@evil.example", "", None),
     ],
 )
-def test_host_policy_with_foreign_host_on_loopback_refuses_request(host: str | None) -> None:
+def test_host_policy_on_loopback_with_foreign_or_missing_host_refuses_request(
+    host: str | None,
+) -> None:
     assert not is_allowed(host)
 
 

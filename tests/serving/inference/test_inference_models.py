@@ -429,7 +429,7 @@ def test_packed_cache_entry_with_different_answers_is_not_stored(
     assert entries(tmp_path) == []
 
 
-def test_packed_cache_for_small_model_or_unwritable_folder_is_skipped(
+def test_packed_cache_for_small_model_or_folder_below_file_is_skipped(
     network: Deployment, tmp_path: Path
 ) -> None:
     plain = answer(network, None)

@@ -59,8 +59,9 @@ def test_memory_need_that_fits_also_fits_fewer_workers_and_more_memory(
     workers: int, worker: int, available: int
 ) -> None:
     need = MemoryNeed(workers=workers, worker_bytes=worker)
-    assert need.fits(need.total_bytes)
     assert not need.fits(need.total_bytes - 1)
+    assert need.fits(need.total_bytes)
+    assert need.fits(need.total_bytes + available)
     more = MemoryNeed(workers=workers + 1, worker_bytes=worker)
     assert need.fits(available) or not more.fits(available)
 
