@@ -125,7 +125,7 @@ def test_install_hint_of_package_in_extra_names_extra(monkeypatch: pytest.Monkey
         ),
     ],
 )
-def test_install_hint_of_several_packages_names_each_extra_once(
+def test_install_hint_of_packages_names_each_extra_once(
     packages: tuple[str, ...], words: str
 ) -> None:
     assert plugins.install_hint(*packages) == f"Install {words}"

@@ -86,7 +86,7 @@ def test_load_dvc_folder_or_missing_file_in_folder_raises_not_found_error(
         reads.load(section("data/many/c.npz"), repository.root)
 
 
-def test_load_dvc_folder_of_project_in_subfolder_suggests_path_relative_to_repo(
+def test_load_dvc_folder_of_project_in_subfolder_suggests_path_relative_to_subfolder(
     repository: Repository, reads: DvcSource
 ) -> None:
     add_two_files(repository)

@@ -159,7 +159,7 @@ def test_local_apply_creates_private_folder_and_token(site: Site) -> None:
     assert token not in (site.folder / "server.log").read_text()
 
 
-def test_local_server_started_with_secrets_in_environment_inherits_none(
+def test_local_server_started_with_aws_secret_in_environment_does_not_inherit_it(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "do-not-leak")
@@ -336,7 +336,9 @@ OUTSIDE = (
 )
 
 
-def test_local_validate_options_with_wrong_value_raises_user_error(site: Site) -> None:
+def test_local_validate_options_with_unknown_key_or_wrong_value_raises_user_error(
+    site: Site,
+) -> None:
     site.provider.validate_options(
         {"workers": 2, "access_log": "access.log", "admin_socket": "admin.sock"}
     )
@@ -430,6 +432,7 @@ def test_local_stop_after_supervisor_kill_ends_workers(site: Site) -> None:
 
 def test_local_stop_without_server_does_nothing(site: Site) -> None:
     site.provider.stop(CONFIG)
+    assert not site.folder.exists()
     assert site.provider.observe(CONFIG) is None
 
 

@@ -242,7 +242,9 @@ def test_dumps_of_deployment_without_operators_omits_custom_ops(doubling: Deploy
     assert codec.loads(codec.dumps(plain), Deployment) == plain
 
 
-def test_deployment_with_other_operators_is_another_deployment(doubling: Deployment) -> None:
+def test_deployment_without_its_operators_has_other_azure_name_and_is_not_equivalent(
+    doubling: Deployment,
+) -> None:
     plain = replace(doubling, custom_ops=())
     assert build_azure_name(plain) != build_azure_name(doubling)
     assert not state_of(plain, v1=100).is_equivalent(state_of(doubling, v1=100))

@@ -653,7 +653,9 @@ def test_validate_options_with_unknown_lease_raises_user_error(site: ReplicaSite
         site.provider.validate_options({**site.config.options, "lease": "stay"})
 
 
-def test_validate_options_with_nested_locations_raises_user_error(site: ReplicaSite) -> None:
+def test_validate_options_with_equal_or_nested_locations_raises_user_error(
+    site: ReplicaSite,
+) -> None:
     for reports in ("s3://bucket/p", "s3://bucket/p/reports", "s3://bucket"):
         with pytest.raises(UserError, match="nor a parent or subfolder"):
             site.provider.validate_options({"control": "s3://bucket/p/", "reports": reports})

@@ -258,12 +258,15 @@ def test_read_of_damaged_ledger_raises_error_and_read_intact_returns_first_entri
     tmp_path: Path, damage: Callable[[Storage], None]
 ) -> None:
     storage = Storage(tmp_path)
+    before = storage.open().read(ENDPOINT)
     damage(storage)
     with pytest.raises(CorruptStateError) as caught:
         storage.open().read(ENDPOINT)
     assert caught.value.remedy
     intact = storage.open().read_intact(ENDPOINT)
     assert [one.sequence for one in intact] == list(range(1, len(intact) + 1))
+    undamaged = 0 if damage is remove_first else 4
+    assert intact[:undamaged] == before[:undamaged]
 
 
 @pytest.mark.parametrize("damage", REWINDS, ids=lambda damage: damage.__name__)

@@ -96,7 +96,7 @@ def test_azure_monitor_metrics_support_only_quantiles(cloud: AzureCloud, clock: 
     assert source.latencies(config, "v1") is None
 
 
-def test_azure_monitor_read_with_fault_or_wrong_options_raises_error(
+def test_azure_monitor_metrics_with_fault_or_wrong_options_raise_error(
     cloud: AzureCloud, clock: FakeClock
 ) -> None:
     source, config = AzureMonitorMetrics({}, clock), config_of(cloud)

@@ -29,7 +29,7 @@ def server(family: Make, blue: Deployment) -> ServerFamily:
     return server
 
 
-def test_worker_killed_under_load_fails_only_its_requests_and_is_replaced(
+def test_worker_killed_under_load_fails_at_most_one_request_per_connection_and_is_replaced(
     server: ServerFamily, plan: Plan
 ) -> None:
     connections = 8

@@ -276,7 +276,9 @@ class TestKilledReplicas:
             for thread in threads:
                 thread.join()
 
-    def test_candidate_that_kills_replicas_is_rolled_back(self, site: ReplicatedSite) -> None:
+    def test_candidate_under_which_replicas_are_killed_is_rolled_back(
+        self, site: ReplicatedSite
+    ) -> None:
         bind_endpoint(site.context, site.config, self.LONG)
         site.release("first")
         site.start()

@@ -28,7 +28,9 @@ def look(folder: Path, provider: str) -> tuple[int, Mapping[str, Mapping[str, ob
     ) else document
 
 
-def test_doctor_with_azureml_provider_checks_its_endpoints_only(tmp_path: Path) -> None:
+def test_doctor_with_azureml_provider_runs_azure_checks_only_and_reports_exceeded_quota(
+    tmp_path: Path,
+) -> None:
     with AzureCloud(tmp_path / "cloud") as cloud, inside(cloud):
         code, findings = look(tmp_path, "azureml")
         assert code == 0

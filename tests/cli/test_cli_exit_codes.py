@@ -87,7 +87,7 @@ def test_status_of_endpoint_without_supervisor_exits_with_4(
     assert "has no supervisor" in capfd.readouterr().out
 
 
-def test_status_of_endpoint_of_other_state_folder_names_that_folder_first(
+def test_status_of_endpoint_of_other_state_folder_explains_it_and_suggests_no_restart(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     scene = begun()

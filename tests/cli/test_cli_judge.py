@@ -84,7 +84,7 @@ def test_judge_with_slices_reports_each_slice(folder: Path, golden: Golden) -> N
         ("country", "", "a metric in slices needs labels"),
     ],
 )
-def test_judge_with_wrong_slices_exits_with_2(
+def test_judge_with_wrong_slices_or_without_labels_exits_with_2(
     folder: Path, slices: str, labels: str, message: str
 ) -> None:
     _write_sliced_rows(folder)
@@ -125,12 +125,13 @@ def test_judge_writes_same_verdict_to_json_page_and_report(folder: Path, golden:
     )
     report = (folder / "report.html").read_text(encoding="utf-8")
     assert found["reason"].split(":")[0] in report
+    assert found["verdict"].upper() in report
     assert "<svg" in report
     assert "http://" not in report
 
 
 @pytest.mark.parametrize("name", ["rows.npy", "named.npz"])
-def test_judge_with_single_array_uses_it_for_single_input(folder: Path, name: str) -> None:
+def test_judge_with_single_array_of_rows_uses_it_for_single_input(folder: Path, name: str) -> None:
     x = np.load(folder / "rows.npz")["x"]
     np.save(folder / "rows.npy", x)
     np.savez(folder / "named.npz", features=x, y=np.zeros(len(x), np.int64))
@@ -147,6 +148,7 @@ def test_judge_with_metric_of_missing_package_fails_before_measuring(
     arguments = "good.onnx good.onnx --data texts.npz --labels y --metric bleu"
     done = command(folder, *arguments.split())
     assert (done.code, done.stdout) == (4, "")
+    assert done.stderr.startswith("error: "), "each step of a measurement is printed before"
     assert "pip install 'onnx-ops[text-metrics]'" in done.stderr
 
 

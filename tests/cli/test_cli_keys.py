@@ -74,7 +74,7 @@ def test_keys_rotate_keeps_old_key_trusted_in_list(project: Path) -> None:
     ]
 
 
-def test_keys_commands_never_print_private_key(project: Path) -> None:
+def test_keys_new_list_and_rotate_print_no_private_key(project: Path) -> None:
     words = ("new", "list", "rotate", "list --json", "new --out other.pem --json")
     outputs = "".join(
         f"{done.stdout}{done.stderr}" for done in (keys(*line.split()) for line in words)

@@ -54,7 +54,7 @@ def _cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("old", "new"), _cases())
-def test_load_pipeline_with_wrong_value_reports_problem(
+def test_load_pipeline_with_wrong_text_in_file_reports_problem(
     problems_after: Problems, old: str, new: str, golden: Golden
 ) -> None:
     found = problems_after(old, new)

@@ -80,7 +80,7 @@ def test_policy_rule_for_model_and_alias_returns_first_match() -> None:
     assert policy.rule("Digits", "champion-cuda") is None
 
 
-def test_is_among_matches_named_user_or_wildcard_but_not_empty_name() -> None:
+def test_is_among_accepts_named_user_or_wildcard_but_no_listed_empty_name() -> None:
     assert is_among("", ("*",))
     assert not is_among("", ("", "alice"))
     assert is_among("alice", ("bob", "alice"))

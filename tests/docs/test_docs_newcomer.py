@@ -84,7 +84,9 @@ def path_without_this_installation() -> str:
 # runs only nightly.
 @pytest.mark.nightly
 @pytest.mark.services
-def test_four_ways_page_followed_literally_succeeds(machine: Shell, tmp_path: Path) -> None:
+def test_four_ways_page_commands_in_order_succeed_with_shown_output(
+    machine: Shell, tmp_path: Path
+) -> None:
     for block in blocks_of(PAGE):
         if block.note("after") is not None:
             add_alias("http://127.0.0.1:5000/#/models/shop/versions/1")

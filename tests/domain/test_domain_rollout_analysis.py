@@ -50,6 +50,6 @@ def test_folder_of_rollout_with_any_name_is_hexadecimal_digest(name: str) -> Non
     assert (room, len(digest), set(digest) <= set("0123456789abcdef")) == ("web", 32, True)
 
 
-def test_policy_keeps_number_of_intervals_below_limit() -> None:
+def test_analysis_policy_of_long_rollout_keeps_number_of_intervals_within_limit() -> None:
     policy = AnalysisPolicy(interval=1.0, max_duration=100_000.0)
     assert policy.max_duration / policy.recording_s <= MAX_INTERVALS

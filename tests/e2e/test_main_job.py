@@ -115,7 +115,7 @@ def test_plan_with_changed_setting_shows_stages_to_run(project: Project) -> None
     assert would["train"] == would["register"] == "run"
 
 
-def test_run_with_tampered_store_file_executes_its_stage_again(project: Project) -> None:
+def test_run_with_tampered_store_file_executes_stage_again(project: Project) -> None:
     blobs = [p for p in (project.root / ".onnx-ops" / "store" / "blobs").rglob("*") if p.is_file()]
     model = max(
         blobs, key=lambda p: p.stat().st_size if p.read_bytes()[:4] == b"\x08\x0a\x12\x08" else 0

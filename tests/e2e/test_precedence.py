@@ -103,7 +103,7 @@ def test_unchanged_run_after_manual_promotion_moves_no_traffic(
     assert traffic(twice) == {"v2": 100}
 
 
-def test_cached_release_is_measured_against_current_champion(once: Project) -> None:
+def test_run_of_cached_release_after_change_of_champion_measures_it_again(once: Project) -> None:
     """The release of seed 8 was measured against version 1, but seed 9 serves now."""
     cached = once.run(ONLY_FP32, SECOND, options=("--until", "gate"))
     assert cached["executed"] == []

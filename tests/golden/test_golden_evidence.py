@@ -36,7 +36,7 @@ def read_rounded(data: bytes) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.parent.name}/{case.name}")
-def test_judge_of_stored_evidence_returns_identical_decision(case: Path) -> None:
+def test_judge_of_stored_evidence_returns_stored_decision_to_12_digits(case: Path) -> None:
     assert read_rounded(codec.dumps(decided(case))) == read_rounded(
         (case / "decision.json").read_bytes()
     )

@@ -95,7 +95,7 @@ def test_fit_value_returns_type_and_shape_of_input(
         (1, "string", ()),
     ],
 )
-def test_fit_value_of_other_kind_or_shape_raises_user_error_naming_input(
+def test_fit_value_of_unfit_value_or_shape_raises_user_error_naming_input(
     value: object, dtype: str, shape: tuple[int, ...]
 ) -> None:
     with pytest.raises(UserError, match="'x' takes"):

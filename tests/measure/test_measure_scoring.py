@@ -452,7 +452,7 @@ class TestReading:
         ("label", "positive"),
         [([0, 1], 1), ([0, 0], 1), ([-1, 1], 1), ([1, 2], 2), (["no", "yes"], "yes")],
     )
-    def test_find_positive_label_returns_greater_label(
+    def test_find_positive_label_returns_greater_label_or_1_for_zeros(
         self, label: list[Any], positive: object
     ) -> None:
         assert find_positive_label(MetricDefinition(name="auc"), np.array(label)) == positive

@@ -88,7 +88,7 @@ def test_join_graphs_with_named_connection_connects_other_names() -> None:
         ([("Add", "x", "a", 18), ("Mul", "a", "x", 18)], [], "cannot be joined"),
     ],
 )
-def test_join_graphs_of_unfit_graphs_raises_user_error(
+def test_join_graphs_of_unfit_graphs_or_connections_raises_user_error(
     steps: list[tuple[str, str, str, int]], connect: list[dict[str, str]], cause: str
 ) -> None:
     models = [build_step(kind, source, result, opset=o) for kind, source, result, o in steps]

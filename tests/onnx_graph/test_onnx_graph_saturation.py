@@ -95,7 +95,7 @@ FLAT, IMAGE = "(uint8[2,2] x) => (float[2,2] y)", "(uint8[1,2,1,1] x) => (float 
         ("(float[2,2] x, float[2,2] w) => (float y) { y = MatMul(x, w) }", (2, 2), False),
     ],
 )
-def test_find_saturating_weights_detects_each_form_of_product(
+def test_find_saturating_weights_detects_each_form_of_paired_product_and_no_other_use(
     text: str, shape: tuple[int, ...], saturates: bool
 ) -> None:
     model = build(text, np.full(shape, 127, np.int8), s=np.float32(1), z=np.uint8(0), t=np.int8(0))
@@ -103,13 +103,13 @@ def test_find_saturating_weights_detects_each_form_of_product(
 
 
 def test_find_saturating_weights_of_int8_activations_or_uint8_weights_is_empty() -> None:
-    text = (
-        "(int8[2,2] x) => (float[2,2] y) { a = DequantizeLinear(x, s, "
-        "z)\n b = DequantizeLinear(w, s)\n"
+    product = (
+        "=> (float[2,2] y) { a = DequantizeLinear(x, s, z)\n b = DequantizeLinear(w, s)\n "
+        "y = MatMul(a, b) }"
     )
     for zero, weight in ((np.int8(0), np.int8(127)), (np.uint8(0), np.uint8(255))):
         model = build(
-            f"{text} y = MatMul(a, b) }}", np.full((2, 2), weight), s=np.float32(1), z=zero
+            f"({zero.dtype}[2,2] x) {product}", np.full((2, 2), weight), s=np.float32(1), z=zero
         )
         assert find_saturating_weights(model) == ()
 

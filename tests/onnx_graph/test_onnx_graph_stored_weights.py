@@ -203,7 +203,7 @@ def write_fused(path: Path, operator: str) -> Path:
 @pytest.mark.parametrize(
     "operator", ["MatMulIntegerToFloat", "DynamicQuantizeMatMul", "blocks", "int4 blocks"]
 )
-def test_write_dequantized_of_fused_or_blocked_products_matches_source(
+def test_write_dequantized_of_fused_or_blocked_products_matches_source_with_their_weights(
     tmp_path: Path, operator: str
 ) -> None:
     ort = pytest.importorskip("onnxruntime")

@@ -122,7 +122,7 @@ def test_collect_user_code_ignores_function_name_and_folder(
 @pytest.mark.parametrize(
     "reference", ["nowhere:train", "tools.nowhere:train", ":train", "", "../model:train", "a b:c"]
 )
-def test_collect_user_code_of_missing_module_raises_not_found_error(
+def test_collect_user_code_of_missing_or_invalid_module_raises_not_found_error(
     project: Path, reference: str
 ) -> None:
     with pytest.raises(NotFoundError):

@@ -64,7 +64,7 @@ def test_run_of_model_with_state_and_scalar_input_succeeds(tmp_path: Path) -> No
         ("values: {sr: 16000}, ", "", "data.test.inputs"),
     ],
 )
-def test_check_with_unfit_input_value_reports_its_path(
+def test_check_with_unfit_or_missing_input_value_reports_path(
     old: str, new: str, path: str, tmp_path: Path
 ) -> None:
     write_project(tmp_path, PIPELINE.replace(old, new))
@@ -104,8 +104,10 @@ def make_rows() -> dict[str, Any]:
 
 
 def test_stored_dataset_with_values_and_other_row_axis_is_restored(tmp_path: Path) -> None:
-    dataset = restore_dataset(tmp_path, make_rows())
+    rows = make_rows()
+    dataset = restore_dataset(tmp_path, rows)
     assert (len(dataset), dataset.inputs["state"].shape) == (9, (2, 9, 5))
+    np.testing.assert_array_equal(dataset.inputs["state"], rows["state"])
     assert dataset.values["sr"].tolist() == 8000
     assert dataset.values["gain"].dtype == np.float32
 

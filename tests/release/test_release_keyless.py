@@ -67,6 +67,7 @@ def test_roll_back_without_key_moves_traffic(site: Site) -> None:
 
 def test_abort_and_pause_without_key_stop_rollout(trial: Site) -> None:
     send_command(trial.keyless, ENDPOINT, OperatorCommand.PAUSE)
+    assert trial.scene.state().command is OperatorCommand.PAUSE
     assert roll_back(trial.keyless, ENDPOINT, candidate_only=True).moved_from == "v3"
     assert trial.scene.traffic()["v2"] == 100
 

@@ -281,6 +281,8 @@ def test_concurrent_send_pending_loses_no_notification() -> None:
         thread.start()
     for thread in threads:
         thread.join()
+    due = list_pending_notifications("digits", scene.world.ledger.read("digits"))
+    assert {notice.sequence for notice in due} == {notice.sequence for notice in chat.received}
     assert NotificationKind.ROLLED_BACK in whats(chat)
     assert scene.state().notified[CHAT] == max(notice.sequence for notice in chat.received)
 
@@ -331,8 +333,10 @@ def test_record_pause_of_idle_or_analyzing_wait_writes_nothing(kind: WaitKind) -
 def test_record_pause_after_operator_pause_writes_nothing() -> None:
     scene = on_trial()
     scene.say(OperatorCommand.PAUSE)
+    before = scene.state()
     record_pause(Journal.open(scene.context, "digits"), Wait(why="paused", kind=WaitKind.PAUSED))
-    assert scene.state().pause is None
+    assert scene.state() == before
+    assert before.pause is None
 
 
 def test_recorded_pause_survives_endpoint_restore() -> None:
@@ -341,6 +345,7 @@ def test_recorded_pause_survives_endpoint_restore() -> None:
     journal.append(RolloutPaused(wait=WaitKind.INCONCLUSIVE, step=0, why="no traffic"))
     scene.world.provider.interfere("digits", None)
     scene.reconcile_some()
+    assert scene.traffic() == {"v2": 90, "v3": 10}
     assert scene.state().pause is not None
 
 

@@ -85,6 +85,7 @@ def test_evidence_svg_is_self_contained_document() -> None:
     svg = evidence_svg(trace_guardrails(found.history, found.policy))
     root = ET.fromstring(svg)  # noqa: S314 (we made it)
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    assert not re.search(r"href|url\(|@import|<script", svg)
     assert "errors" in svg
     assert "rolled back" in svg
     shown = must(re.fullmatch(r"data:image/svg\+xml;base64,(.*)", as_data_url(svg)))

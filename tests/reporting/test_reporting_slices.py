@@ -58,9 +58,10 @@ def test_slice_figure_has_one_row_per_slice_in_order() -> None:
 
 
 def test_slice_figure_of_many_slices_shows_worst_30() -> None:
-    many = [one(f"s={number}", Verdict.PASS, -number / 1000, 100) for number in range(50)]
+    many = [one(f"s={number}", Verdict.PASS, (number - 50) / 1000, 100) for number in range(50)]
     (figure,) = slice_figures([decision(*many)])
     assert figure.svg.count("<circle") == 30
+    assert re.findall(r">(s=\d+)</text>", figure.svg) == [each.slice for each in many[:30]]
     assert figure.caption.startswith("The worst 30 of 50")
 
 
@@ -79,7 +80,7 @@ def test_slices_markdown_escapes_names_and_lists_slices_that_are_not_judged() ->
 def test_slice_table_has_all_slices_and_short_table_only_judged_slices() -> None:
     (table,) = slice_tables([decision(*SLICES)])
     assert [cells[0] for _, cells in table.list_cells()] == [each.slice for each in SLICES]
-    assert len(table.list_worst()) == 3
+    assert [cells[0] for _, cells in table.list_worst()] == [each.slice for each in SLICES[:3]]
 
 
 def test_pages_of_pull_request_and_judgement_show_slices() -> None:

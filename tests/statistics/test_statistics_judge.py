@@ -284,7 +284,7 @@ class TestParity:
     @pytest.mark.parametrize(
         "measured", [(), (parity(rows=0, group="empty_batch"),), (parity(inside=False),)]
     )
-    def test_parity_gate_without_measured_rows_is_inconclusive(
+    def test_parity_gate_without_rows_inside_input_domain_is_inconclusive(
         self, measured: tuple[ParityMeasurement, ...]
     ) -> None:
         assert judge([ParityGate()], replace(FP32, parity=measured)).verdict is Verdict.INCONCLUSIVE
@@ -324,7 +324,9 @@ class TestMetric:
     @pytest.mark.parametrize(
         "bad", [counts("fp32", n=0), replace(counts("fp32"), both=5000), counts("fp32", b=-1)]
     )
-    def test_metric_gate_with_impossible_counts_never_passes(self, bad: PairedCounts) -> None:
+    def test_metric_gate_with_empty_or_impossible_counts_returns_error_or_inconclusive(
+        self, bad: PairedCounts
+    ) -> None:
         for gate in (self.GATE, MetricGate(min=0.1)):
             decision = judge([gate], replace(INT8, baseline="fp32", metrics=(bad,)))
             assert decision.verdict in (Verdict.ERROR, Verdict.INCONCLUSIVE)
@@ -562,7 +564,7 @@ class TestProperties:
     @pytest.mark.parametrize(("kind", "entry"), NAN)
     @settings(max_examples=20)
     @given(gates=gate_lists, evidence=evidences())
-    def test_judge_with_nan_evidence_never_passes(
+    def test_judge_with_nan_or_infinite_evidence_never_passes(
         self, gates: list[Gate], evidence: Evidence, kind: str, entry: Any
     ) -> None:
         before = judge(gates, evidence).verdict

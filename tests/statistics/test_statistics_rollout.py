@@ -156,7 +156,7 @@ def test_measure_evidence_of_large_counts_ignores_order_of_intervals() -> None:
     assert close(ev.measure_evidence(table, 1.0), ev.measure_evidence(table[::-1], 1.0))
 
 
-def test_bound_odds_ratio_contains_true_odds_ratio() -> None:
+def test_bound_odds_ratio_contains_true_odds_ratio_in_95_of_100_tables() -> None:
     random = np.random.default_rng(0)
     missed = 0
     for _ in range(100):
@@ -198,7 +198,7 @@ def test_is_rate_certified_agrees_with_bound_error_rate(
     assert not ev.is_rate_certified(0, 0, rate)
 
 
-def test_compute_clean_requests_with_rate_outside_0_and_1_raises_value_error() -> None:
+def test_compute_clean_requests_of_rate_not_between_0_and_1_raises_value_error() -> None:
     for rate in (0.0, 1.0, math.nan):
         with pytest.raises(ValueError, match="rate"):
             compute_clean_requests(rate)

@@ -196,7 +196,7 @@ def test_forecast_of_harm_that_first_step_detects_omits_it_in_later_steps() -> N
         (make_policy(), STEADY, [Harm(name="errors", value=1.5)]),
     ],
 )
-def test_forecast_of_impossible_input_raises_value_error(
+def test_forecast_without_analysis_or_of_impossible_numbers_raises_value_error(
     policy: RolloutPolicy, traffic: Traffic, harms: list[Harm]
 ) -> None:
     with pytest.raises(ValueError, match=r"( is |must be |analysis)"):

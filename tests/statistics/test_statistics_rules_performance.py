@@ -187,7 +187,7 @@ class TestStarts:
             replace(STARTS, peak_bytes=(-1,) * 6),
         ],
     )
-    def test_cold_start_and_memory_gates_with_impossible_values_return_error(
+    def test_judge_of_starts_with_impossible_values_returns_error(
         self, bad: ColdStartMeasurement
     ) -> None:
         decision = judge(

@@ -178,7 +178,7 @@ def test_check_samples_without_dimension_names_infers_row_axis(tmp_path: Path) -
     ],
     ids=["fewer rows", "rows first", "no rate"],
 )
-def test_check_samples_with_wrong_rows_raises_user_error(
+def test_check_samples_with_wrong_rows_or_missing_scalar_raises_user_error(
     voice: Path, change: dict[str, Any], expected: str
 ) -> None:
     with pytest.raises(UserError, match=expected) as caught:

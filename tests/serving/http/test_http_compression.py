@@ -95,7 +95,7 @@ def test_compressed_request_body_returns_same_answer_as_plain_body(
 
 @pytest.mark.parametrize("coding", CODINGS)
 @pytest.mark.parametrize("form", FORMS)
-def test_compressed_response_decodes_to_plain_response(
+def test_response_with_accept_encoding_is_compressed_if_large_and_keeps_content(
     worker: Worker, form: str, coding: str
 ) -> None:
     path, body, headers = FORMS[form]
@@ -205,7 +205,7 @@ def test_compressed_body_above_received_byte_limit_returns_413(worker: Worker) -
         pytest.param(BODY, "Identity", 200, id="Identity"),
     ],
 )
-def test_body_with_any_content_coding_returns_status_and_keeps_connection(
+def test_body_with_broken_unsupported_or_identity_coding_returns_status_and_keeps_connection(
     worker: Worker, body: bytes, coding: str, status: int
 ) -> None:
     with worker.connect() as client:

@@ -237,7 +237,7 @@ def test_repeated_large_bodies_with_equal_head_are_answered(worker: Worker, firs
 
 
 @pytest.mark.parametrize("pad", range(8))
-def test_large_binary_tensor_with_unaligned_header_is_read_correctly(
+def test_large_binary_tensor_after_header_of_any_alignment_is_read_correctly(
     worker: Worker, pad: int
 ) -> None:
     rows = np.arange(80_000, dtype=np.float32).reshape(-1, 2)
@@ -261,7 +261,9 @@ def test_large_binary_tensor_with_unaligned_header_is_read_correctly(
 
 @pytest.mark.parametrize("start", [b"", b"1234567"])
 @pytest.mark.parametrize("length", [b"", b"0", b"5", b"161", b"162", b"-1", b"x", b"9" * 5000])
-def test_large_body_reader_aligns_data_after_json_header(start: bytes, length: bytes) -> None:
+def test_large_body_reader_aligns_data_after_json_header_or_whole_body_without_one(
+    start: bytes, length: bytes
+) -> None:
     content = bytes(range(256)) * 300
     collected: list[tuple[memoryview, int]] = []
     connection: Any = SimpleNamespace(
@@ -438,7 +440,7 @@ def test_connection_limit_when_reached_closes_idle_and_keeps_busy_connections(
             client.close()
 
 
-def test_client_disconnect_at_any_point_frees_body_memory(worker: Worker) -> None:
+def test_client_disconnect_before_or_after_end_of_request_frees_body_memory(worker: Worker) -> None:
     for piece in (b"", b"POST", post(INFER, BODY)[:-1], post(INFER, BODY, ODD)[:-1], GOOD):
         client = worker.connect()
         client.sendall(piece)

@@ -68,7 +68,7 @@ def attributes(span: Span) -> dict[str, Any]:
     return {a.key: getattr(a.value, str(a.value.WhichOneof("value"))) for a in span.attributes}
 
 
-def test_requests_with_traceparent_have_spans_with_status_and_exemplars(
+def test_sampled_requests_have_spans_with_status_and_exemplars(
     tmp_path: Path, collector: Collector
 ) -> None:
     with serving(tmp_path, "--endpoint=digits", blue=100) as server:
