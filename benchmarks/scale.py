@@ -130,7 +130,7 @@ def print_times(title: str, all_led: list[Led]) -> None:
     print(f"  exit codes               {sorted({one.exit_code for one in all_led})}")
     print(f"  plan, a pipeline         {median([one.plan for one in all_led])}")
     if len(all_led) >= 20:
-        # The first pipeline fills caches, so its time is not counted.
+        # The first pipeline fills caches, so its time is left out of these medians.
         print(f"    pipelines 2-11         {median([one.plan for one in all_led[1:11]])}")
         print(f"    the last 10            {median([one.plan for one in all_led[-10:]])}")
     count = executed or stages

@@ -316,7 +316,7 @@ def repeat_reconcile(place: Place, connection: Connection) -> None:
 def watch(place: Place, connection: Connection | None = None) -> None:
     del connection
     if place.machine:
-        socket.gethostname = lambda: place.machine  # The lease names this machine as its holder.
+        socket.gethostname = lambda: place.machine  # Leases then contain this name.
     WatchLoop(
         place.context(),
         ReconcileQueue(),

@@ -312,7 +312,7 @@ def _narrow(source: Path, folder: Path) -> dict[str, Path]:
             optimizer.optimize(
                 OptimizeRequest(section=section, source=source, path=path, calibration=None)
             )
-        except UserError:  # The model has no weights that can be stored in blocks.
+        except UserError:  # For example, no weights of the model can be stored in blocks.
             continue
         made[name] = path
     return made

@@ -340,7 +340,7 @@ class ModelFolders:
                     os.fsync(stream.fileno())
             temporary.chmod(0o755)
             if place.exists():
-                # An intact folder was returned above, so the existing folder is damaged.
+                # An intact folder was returned above. A damaged folder is replaced here.
                 shutil.rmtree(place)
             temporary.rename(place)
             sync_path(self.root)

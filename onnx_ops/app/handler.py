@@ -177,8 +177,8 @@ class StageHandler:
             manifest = self.perform(stage, key, inputs)
             # A model that is an ONNX file refers to no Python code.
             if stage.kind is StageKind.TRAIN and stage.settings["framework"] != "onnx":
-                # The model's files refer to classes in code. A change of this code changes the
-                # results of the model, although the files stay the same.
+                # The model's files can refer to classes in code. A change of this code can change
+                # the results of the model, although the files stay the same.
                 files = manifest.subset(TRAINED).files.values()
                 named = (
                     find_referenced_modules(context.store.path(digest), context.root)
@@ -227,8 +227,8 @@ class StageHandler:
         try:
             return not was_compared(self.context, settings["model"], evidence)
         except InfrastructureError:
-            # This error must not discard the measurement of the variant. The promotion will raise
-            # the same error.
+            # This error must not discard the measurement of the variant. The promotion raises it
+            # again if it persists.
             return False
 
     def _is_released(self, stage: Stage, inputs: Mapping[str, Manifest]) -> bool:

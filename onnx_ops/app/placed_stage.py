@@ -61,7 +61,7 @@ def answer(
             shutil.copyfile(store.path(digest), path)
         places = {path: str(root / _checked_name(name)) for path, name in document["paths"].items()}
         hints: Any = _relocated({**document["hints"], "pool": ""}, places)
-        # The project's root is a separate folder, so the stage executes only the code sent with it.
+        # The project's root is a separate folder, which has only the files sent with the stage.
         there = replace(
             project,
             settings=replace(project.settings, root=root),

@@ -238,7 +238,7 @@ def read_provenance(root: Path, now: float, environ: Mapping[str, str]) -> Prove
     if _first(environ, _BASE_VARIABLES) and ask_git(
         root, "rev-parse", "--verify", "--quiet", "HEAD^2", may_fail=True
     ):
-        # For a pull request, the CI service checks out a merge commit. Its second parent is the
+        # For a pull request, GitHub and Azure check out a merge commit. Its second parent is the
         # last commit of the pull request.
         head = "HEAD^2"
     commit, _, author = (

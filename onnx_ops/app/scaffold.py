@@ -154,8 +154,8 @@ _COPIED_FOR_RELEASES: tuple[tuple[str, str, str], ...] = (
         ("workflows", name, ".github/workflows")
         for name in ("model-commit.yml", "promote.yml", "rollback.yml")
     ),
-    # The build of the image runs these scripts. The Dockerfile itself is not copied but generated
-    # from a template, since in a project it installs onnx-ops from the wheel.
+    # The Dockerfile uses these scripts. It is not copied but generated from a template, since in a
+    # project it installs the release that `vendor/onnx-ops.txt` names.
     *(
         ("infra/docker", name, "infra/docker")
         for name in ("bill.py", "healthcheck.py", "install.sh")

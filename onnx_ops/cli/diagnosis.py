@@ -200,7 +200,9 @@ def _pools(project: Project) -> Iterator[Diagnosis]:
         return
     named = set(project.settings.default_pools.values())
     for name in project.targets.names():
-        with contextlib.suppress(ConfigError):  # `onnx-ops targets` reports an invalid target.
+        # `onnx-ops targets` reports an invalid target. `_targets` reports one that needs a missing
+        # package.
+        with contextlib.suppress(ConfigError):
             named.add(project.targets.load(name).pool)
     named.discard("")
     try:

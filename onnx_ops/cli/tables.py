@@ -452,7 +452,7 @@ def _print_endpoint(state: ReleaseState, model: str, project: Project) -> None:
     address = project.context.provider(config.provider).address(config)
     if address is None or stable is None:
         return
-    # Cloud services forward only requests to the path `invocations`, which replicas serve too.
+    # Cloud services forward requests to the path `invocations`, which replicas serve too.
     path = f"v2/models/{model}" if config.provider == "local" else "invocations"
     text = f"{stable.name} ({stable.variant}) at {address}/{path}"
     console().print(

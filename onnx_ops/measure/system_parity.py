@@ -319,8 +319,8 @@ def _build_tensor(spec: TensorSpec, value: Any) -> Any:
         array = array.astype(object)
     elif array.dtype.kind in "biuf":
         wanted = np.dtype(_TYPES.get(spec.dtype, spec.dtype)) if spec.dtype != "bfloat16" else None
-        # Floats are not converted to other types, or other types to floats: such a mismatch is a
-        # difference between the systems, and must be reported.
+        # Floats are not converted to integers or booleans, nor these to floats. Such a mismatch is
+        # a difference between the systems, and must be reported.
         if wanted is not None and (wanted.kind == "f") == (array.dtype.kind == "f"):
             array = array.astype(wanted)
     return array[None] if array.ndim == len(spec.shape) - 1 else array

@@ -571,7 +571,7 @@ def _inside(path: Path, folder: Path) -> bool:
     try:
         return path.resolve().is_relative_to(folder.resolve())
     except (OSError, RuntimeError, ValueError):
-        # The path is too long, contains a null byte, or is a cyclic link.
+        # For example, the path contains a null byte or is a cyclic link.
         return False
 
 

@@ -269,7 +269,7 @@ class StoredWeightReader:
                 np.nan_to_num(np.rint(values / scale) + centre), *_LIMITS[zero.dtype.name]
             )
         weight = self._scaled(name, levels, scales, transposable=True, stored_as=zero.dtype.name)
-        # The rounding of the constant to float16 adds an error of one float16 step.
+        # The rounding of the constant to float16 adds an error of less than one float16 step.
         if weight is not None and self.tensors[name].data_type == _HALF:
             return replace(
                 weight,
@@ -521,8 +521,8 @@ def _count_end_steps(levels: Floats, kind: str) -> Floats:
     if kind not in _LIMITS:
         return np.ones((1,) * levels.ndim)
     least, most = _LIMITS[kind]
-    # Symmetric int8 and int16 quantizers do not use the smallest level, so the next one is an end
-    # too.
+    # Symmetric quantizers often leave the smallest level of a signed type unused, so the next level
+    # is an end too.
     lowest = least + 1 if least < 0 else least
     return np.where((levels <= lowest) | (levels >= most), _END_STEPS, 1.0)
 

@@ -177,7 +177,7 @@ def find_adoption(
         raise NotFoundError("there is no such ledger", where=endpoint, remedy=f"Ledgers: {known}.")
     try:
         state = context.ledger.state(endpoint)
-        context.ledger.read(endpoint)  # The state can follow from a snapshot of later entries.
+        context.ledger.read(endpoint)  # This also finds damage before the snapshot of the state.
     except CorruptStateError as error:
         damage = str(error)
     if state is not None and last is None:

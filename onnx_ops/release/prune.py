@@ -106,7 +106,7 @@ def _find_roots(context: Context) -> set[Digest]:
         for version in set(aliases.values()):
             try:
                 decisions = registry.version(model, version).decisions
-            except NotFoundError:  # onnx-ops did not register this version.
+            except NotFoundError:  # onnx-ops did not register this version, or it was deleted.
                 continue
             for signed in decisions.values():
                 roots |= find_digests(codec.dumps(signed))

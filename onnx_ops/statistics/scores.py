@@ -354,8 +354,8 @@ def _compare_by_bootstrap(
         step, bias = side.step and size * side.step, math.sqrt(size) * side.bias
         sides[name] = replace(side, step=step, bias=bias)
     replicates = _replicate_sides(sides, units, seed, resamples)
-    # A resample repeats rows, so chance raises its value more than that of the sample. BCa would
-    # correct for a bias of the opposite sign. The resamples are therefore centred.
+    # A resample repeats rows, so chance raises its value more than that of the sample. The
+    # resamples are therefore centred, and the bias of the sample is allowed for separately.
     replicates = {
         name: tuple(form.centre() for form in forms) if sides[name].bias else forms
         for name, forms in replicates.items()

@@ -122,7 +122,7 @@ def compute_envelope(answers: Sequence[Tensors], wide: Sequence[Tensors] = ()) -
                 for a in (stacked, every)
             )
             with np.errstate(over="ignore", invalid="ignore"):
-                # Infinite answers overflow in these differences.
+                # In these differences, infinite answers can give NaN, and large ones can overflow.
                 followed = INNER_JITTER / JITTER * (near[1] - near[0])
                 jumps = reach[1] - reach[0] > 4 * followed
                 # At a jump, the answers on both sides also follow the change of the inputs, so the

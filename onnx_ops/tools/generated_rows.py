@@ -425,7 +425,7 @@ def _list_trials(samples: SampleRows) -> Iterator[SampleRows]:
             {name: run[name] for name in part if name in run}
             for part in (samples.rows, samples.fixed)
         )
-        # The first dimensions of the inputs are independent, so the rows form one request.
+        # If the inputs have different numbers of rows, all rows form one request.
         if len({len(array) for array in rows.values()}) > 1:
             rows, fixed = {}, dict(run)
         yield replace(samples, rows=rows, fixed={**samples.fixed, **fixed})

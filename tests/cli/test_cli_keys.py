@@ -114,7 +114,7 @@ def test_keys_retire_keeps_earlier_ledger_entries_valid(project: Path) -> None:
     assert keys("retire", short_digest(old.key)).code == 0
     state = open_project().context.ledger.state("digits")
     assert (state.config, set(state.keys)) == (config_of("digits"), {signing_key(project).key})
-    # The state needs neither a snapshot nor a process that knows the ledger.
+    # The state needs no snapshot, no first file of the ledger, and no record of its last entry.
     folder = project / ".onnx-ops" / "ledger" / "digits"
     assert not (folder / "snapshot.json").exists()
     (folder / "00000001.jsonl").unlink()

@@ -74,7 +74,7 @@ class Rollouts(RuleBasedStateMachine):
     def due(self) -> Action | Wait:
         if self.state.pending_rollback is not None:
             return self.state.pending_rollback.action
-        # This is the condition that `desired` also uses.
+        # A rejected version has no desired deployment, as after `verify_request`.
         refused = self.wanted is None or self.state.find_rejection(self.wanted) is not None
         return choose_next_action(
             desired=None if refused else self.wanted,

@@ -102,7 +102,8 @@ class LocalPod:
             "WRITABLE": " ".join(map(str, self._writable)),
             "USER_ID": str(self.pod["spec"]["securityContext"]["runAsUser"]),
             "MEMORY_KIB": str(memory // 1024),
-            # The image sets the following four variables.
+            # The image sets `PATH` and `PYTHONDONTWRITEBYTECODE`. The other two variables replace
+            # its packages and its folder `/tmp`.
             "PATH": os.environ["PATH"],
             "PYTHONPATH": str(ROOT),
             "PYTHONDONTWRITEBYTECODE": "1",

@@ -26,7 +26,7 @@ PARTS = 3
 """Parts of a sweep: a commit runs one of them, and the nightly tier runs all."""
 
 SHARED: dict[str, str] = {
-    # These files share the import of the SDK, which takes as long as most of their tests.
+    # The files of a group share a server, or an import that takes as long as most of their tests.
     "tests/adapters/test_endpoint_azureml_diagnosis.py": "azure",
     "tests/adapters/test_endpoint_azureml.py": "azure",
     "tests/adapters/test_endpoint_azureml_faults.py": "azure",

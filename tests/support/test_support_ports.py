@@ -41,6 +41,6 @@ def test_free_port_skips_port_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyP
         taken = server.getsockname()[1]
         monkeypatch.setattr(ports, "_LOWEST", taken)
         monkeypatch.setattr(ports, "_CONNECTIONS", tmp_path / "range")
-        # With this range, no other port is left.
+        # Below this range, there is no other port to choose.
         (tmp_path / "range").write_text(f"{taken + 1}\t60999\n")
         assert free_port() != taken

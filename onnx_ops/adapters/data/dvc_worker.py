@@ -48,7 +48,7 @@ class DvcWorker:
             default = opened.config["core"].get("remote", "")
             return [
                 {
-                    # The MD5 of a pipeline stage is in `dvc.lock`, beside the `dvc.yaml` that DVC
+                    # The MD5 of a stage's output is in `dvc.lock`, beside the `dvc.yaml` that DVC
                     # reports.
                     "file": re.sub(
                         r"(^|/)dvc\.yaml\Z",

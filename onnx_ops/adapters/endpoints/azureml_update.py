@@ -94,7 +94,7 @@ def _is_current(tags: Mapping[str, str], sent: int | None) -> bool:
     The result is also True if this machine has sent none, or the endpoint has no owner tag.
     """
     # onnx-ops creates an endpoint together with its owner tag. If the tag is missing, another tool
-    # has created the endpoint or changed its tags, so the read is not stale.
+    # has created the endpoint or changed its tags, so the read counts as current.
     return sent is None or read_generation(tags) >= sent or OWNER not in tags
 
 

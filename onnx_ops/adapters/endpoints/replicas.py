@@ -404,8 +404,8 @@ class ReplicaEndpoints(EndpointProvider):
         except MissingKeyError as error:
             missing = error
         # A rollback must not wait for the service of a remote key. Replicas skip a table whose key
-        # they do not trust, and they trust the key of the newest signed table. With a remote or
-        # another key, it is safer to refer to a signed table.
+        # they do not trust, and they probably trust the key of the newest signed table. With a
+        # remote or another key, it is safer to refer to a signed table.
         if signer is not None and signer.is_local and signer.key in self._list_keys(config, seen):
             self._create(config, table)
         elif (known := self._find_rollback_goal(config, seen, goal.manifest)) is not None:

@@ -312,7 +312,7 @@ def read_state(
         return None
     percent = {variant: round(100 * weight / total) for variant, weight in weights.items()}
     largest = max(percent, key=lambda variant: (percent[variant], variant))
-    percent[largest] += 100 - sum(percent.values())  # The sum of rounded shares can be 99 or 101.
+    percent[largest] += 100 - sum(percent.values())  # Rounded shares need not sum to 100.
     split = TrafficSplit(
         weights={deployments[variant].name: share for variant, share in percent.items()}
     )
@@ -354,8 +354,8 @@ def find_config_drift(
         {v["VariantName"]: v for v in list_variants(each)} for each in (config, layout.config)
     )
     if set(actual) != set(desired):
-        # Another traffic strategy uses other variants, so the settings of variants cannot be
-        # compared.
+        # For example, another traffic strategy uses other variants. The settings of different
+        # variants cannot be compared.
         yield f"variants: {', '.join(sorted(actual))}, not {', '.join(sorted(desired))}"
         return
     for name, variant in actual.items():

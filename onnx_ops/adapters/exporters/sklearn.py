@@ -397,14 +397,14 @@ def _options(model: object) -> dict[Any, Any]:
 
     options: dict[Any, Any] = {}
     last = get_last_step(model)
-    # LinearSVC has no ZipMap option. Another option is set, because in a pipeline, an estimator
-    # without explicit options gets default options.
+    # LinearSVC has no option `zipmap`. Another option is set, because in a pipeline, skl2onnx sets
+    # `zipmap` for a classifier without options.
     if is_classifier(last):
         options[id(last)] = {"nocl": False} if isinstance(last, LinearSVC) else {"zipmap": False}
     for part in list_estimators(model):
         if isinstance(part, StandardScaler):
             options[id(part)] = {"div": "div"}
-        # RFE is marked as a classifier, so skl2onnx would apply the options of a classifier.
+        # An RFE of a classifier counts as a classifier, so skl2onnx would set `zipmap` for it.
         if hasattr(part, "get_support"):
             options[id(part)] = {}
         if hasattr(part, "build_analyzer"):

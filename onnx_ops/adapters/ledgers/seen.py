@@ -82,8 +82,8 @@ class SeenHeads:
         self._known[endpoint] = head
         path = _format_path(self._folder, endpoint)
         temporary = path.with_suffix(f".{os.getpid()}")
-        # A machine without write access to this folder can still read ledgers, but does not detect
-        # that a ledger was reset.
+        # A machine without write access to this folder can still read ledgers. But it records no
+        # head, so it can miss that a ledger was reset.
         with contextlib.suppress(OSError):
             other = self._load(self._folder, endpoint)
             if other is None or other.sequence < sequence:

@@ -246,8 +246,9 @@ class ReleasePublisher:
             self._upload_evidence(run_id, record)
             run = self._client.get_run(run_id)
             if run.data.metrics != dict(record.metrics):
-                # MLflow stores one value per metric and timestamp. With a timestamp one millisecond
-                # later, the new values do not collide with the present values.
+                # For a model, MLflow stores one value per metric, timestamp and step. With a
+                # timestamp one millisecond later, the new values do not collide with the present
+                # values.
                 model_id = str(entry.source).removeprefix("models:/")
                 times = [
                     metric.timestamp

@@ -138,7 +138,8 @@ class KeyVaultSigner(_RemoteSigner):
     def __init__(self, url: str, fetch: Callable[[str], str] = fetch_token) -> None:
         host = require_https(url, "the address of the key")
         service = next((suffix for suffix in _VAULTS if host.endswith(suffix)), "")
-        is_here = urlsplit(url).scheme == "http"  # `require_https` permits http only for localhost.
+        # `require_https` permits http only for this machine.
+        is_here = urlsplit(url).scheme == "http"
         if not service and not is_here:
             # The token must not be sent to a service other than Key Vault.
             raise UserError(

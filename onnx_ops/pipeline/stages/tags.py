@@ -87,7 +87,8 @@ def _read_result(result: object, reference: str) -> dict[str, Any]:
                 why=str(error),
                 remedy="Return one value for each row.",
             ) from error
-        # An array of objects keeps None, which NumPy would convert to the text "None".
+        # An array of objects keeps numbers among texts, such as NaN. Otherwise, NumPy converts them
+        # to text.
         is_text = column.dtype.kind == "U" and column.ndim
         columns[name] = np.array(list(values), dtype=object) if is_text else column
     return columns

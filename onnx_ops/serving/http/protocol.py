@@ -668,7 +668,7 @@ class LargeBodyReader(asyncio.BufferedProtocol):
             if header_length.isdigit() and len(header_length) < 16
             else 0
         )
-        # A bytearray would be filled with zeros first, which takes time.
+        # Unlike a new bytearray, this memory is not filled with zeros.
         self._body = np.empty(lead + size, np.uint8).data[lead:]
         self._body[: len(start)] = start
         self._size = len(start)

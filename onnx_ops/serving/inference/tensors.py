@@ -416,7 +416,7 @@ class _LazyWalk:
         self.brackets += 1
         items = []
         for item in value:
-            # Only values of objects become lazy arrays; arrays in a list become lists.
+            # Arrays in a list become lists, not lazy arrays.
             if type(item) is simdjson.Array:
                 items.append(item.as_list())
                 self.brackets += _count_lists(items[-1])

@@ -133,7 +133,7 @@ class WaitSimulation:
         if step.kind == "shadow" and policy.shadow is not None:
             yield self._wait_for_copies(index, policy.shadow)
         elif step.kind == "ab_test" and policy.ab_test is not None:
-            # A test of equal versions almost never finds a difference, so it takes its full
+            # A test of equal versions rarely finds a difference, so the forecast uses its full
             # duration.
             duration = policy.ab_test.duration
             yield SimulatedWait("duration", duration, np.full(ROLLOUTS, duration))
@@ -262,7 +262,8 @@ class WaitSimulation:
         last = self.policy.step_timeout / INTERVAL_S
         if errors >= level or first > last:
             return times
-        # Here the outage does not limit the test, so intervals with few requests can be merged.
+        # `OUTAGE_SHARE` does not limit the test of intervals with so few requests, so they can be
+        # merged.
         merged = max(1.0, min(_MERGED_REQUESTS / per_interval, last / _MAX_INTERVALS))
         horizon = min(last, max(_MAX_INTERVALS, _LEVEL_BEYOND * first))
         count, mean = math.ceil(horizon / merged), per_interval * merged

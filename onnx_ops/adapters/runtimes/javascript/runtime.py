@@ -317,8 +317,8 @@ def _model(path: Path) -> dict[str, Any]:
     place = path.resolve()
     names: tuple[str, ...] = ()
     with contextlib.suppress(UserError):
-        # For a file in `.ort` format, or a damaged file, no names are read. The runtime reports
-        # damage when it loads the file.
+        # From a damaged file, no names are read. The runtime reports the damage when it loads the
+        # file.
         names = list_external_names(place)
     files = {name: (place.parent / name).resolve() for name in names}
     inside = {
