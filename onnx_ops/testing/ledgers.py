@@ -17,7 +17,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import pytest
 
@@ -30,6 +30,7 @@ from onnx_ops.domain.ledger import (
     AliasSelection,
     EndpointAbandoned,
     EndpointBound,
+    EndpointDeleted,
     EntryBody,
     Intent,
     LeaseRenewed,
@@ -100,7 +101,7 @@ def command_entry(sequence: int, *, reason: str = "", actor: str = "tester") -> 
 
 
 def one_of_each() -> tuple[EntryBody, ...]:
-    """Return bodies of entries of every kind, in an order that a ledger accepts."""
+    """Return bodies of all kinds but the deletion, in an order that a ledger accepts."""
     digest = digest_bytes(b"content")
     served = Deployment(
         name="v1",
@@ -229,7 +230,9 @@ class LedgerSuite:
     def test_read_of_each_entry_kind_returns_written_entry(
         self, ledger: Ledger, opener: Opener
     ) -> None:
-        written = tuple(entry(n, body) for n, body in enumerate(one_of_each(), start=1))
+        bodies = (*one_of_each(), EndpointDeleted(reason="it is unused"))
+        assert {type(body) for body in bodies} == set(get_args(EntryBody))
+        written = tuple(entry(n, body) for n, body in enumerate(bodies, start=1))
         for one in written:
             ledger.append(one)
         assert ledger.read(ENDPOINT) == ledger.read_intact(ENDPOINT) == written
@@ -271,7 +274,7 @@ class LedgerSuite:
         ledger.append(command_entry(2, actor="second"))
         assert [one.actor for one in ledger.read(ENDPOINT)] == ["first", "second"]
 
-    def test_ledgers_of_two_endpoints_are_independent(self, ledger: Ledger) -> None:
+    def test_ledger_of_several_endpoints_returns_entries_of_each(self, ledger: Ledger) -> None:
         for name in ("digits", "faces", "model@target"):
             ledger.append(
                 entry(

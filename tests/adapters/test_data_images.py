@@ -32,6 +32,7 @@ def test_load_images_returns_rows_of_bytes_in_order_of_paths(tmp_path: Path) -> 
     assert arrays["image"].shape == (2, max(len(PNG), len(JPEG)))
     assert arrays["image"][0].tobytes()[: len(JPEG)] == JPEG
     assert not any(arrays["image"][0][len(JPEG) :])
+    assert arrays["image"][1].tobytes()[: len(PNG)] == PNG
 
 
 def test_load_images_in_folders_returns_names_of_folders_as_labels(tmp_path: Path) -> None:

@@ -350,7 +350,7 @@ def test_azureml_apply_without_quota_or_capacity_raises_error_with_cause_and_rem
         ("autoscaleSettings", "`Microsoft.Insights/autoscaleSettings/read`, `write` and `delete`"),
     ],
 )
-def test_azureml_apply_with_forbidden_scaling_raises_refused_error_with_missing_role(
+def test_azureml_apply_with_forbidden_scaling_raises_refused_error_with_role_or_actions(
     world: World, path: str, remedy: str
 ) -> None:
     world.apply(1, blue=100)

@@ -98,7 +98,7 @@ def amazon(
     sagemaker.reset()
 
 
-def test_sagemaker_operations_use_exactly_permitted_actions_and_documented_requests(
+def test_sagemaker_operations_use_only_permitted_actions_and_documented_requests(
     amazon: FleetSite, traffic: str, sagemaker: FakeSageMaker
 ) -> None:
     operations = perform_operations(amazon)
@@ -115,7 +115,7 @@ def test_sagemaker_operations_use_exactly_permitted_actions_and_documented_reque
 
 
 @pytest.mark.parametrize("given", [(), (KEY,), (("UsesVpc", "true"),), (KEY, ("UsesVpc", "true"))])
-def test_aws_roles_with_key_or_network_gain_only_their_actions(
+def test_aws_roles_gain_only_actions_for_given_key_and_network(
     given: tuple[tuple[str, str], ...],
 ) -> None:
     grown = {
@@ -131,7 +131,7 @@ def test_aws_roles_with_key_or_network_gain_only_their_actions(
     }
 
 
-def test_azure_operations_use_exactly_permitted_actions_and_documented_requests(
+def test_azure_operations_use_only_permitted_actions_and_documented_requests(
     tmp_path: Path, traffic: str
 ) -> None:
     with open_azure_fleet(tmp_path) as site:

@@ -149,7 +149,7 @@ EXPORTERS: Mapping[str, SklearnExporter] = {
     ["float64", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("float32", "int64"))],
 )
 @pytest.mark.parametrize("name", MODELS)
-def test_export_with_any_number_type_keeps_dtype_and_predictions(
+def test_export_of_float_or_integer_rows_keeps_dtype_and_predictions(
     tmp_path: Path, name: str, dtype: str
 ) -> None:
     exporter, model = EXPORTERS.get(name, SklearnExporter()), MODELS[name]()

@@ -186,7 +186,7 @@ class TestConverted(TestReadyFile):
     ("was", "asked"), [((21, 10), (18, 9)), ((13, 7), (21, 10)), ((18, 10), (18, 8))]
 )
 @pytest.mark.parametrize("write", [write_perceptron, write_convolution])
-def test_convert_onnx_file_to_other_opset_keeps_signature_lineage_and_outputs(
+def test_convert_onnx_file_to_other_opset_or_ir_version_keeps_signature_lineage_and_outputs(
     write: object, was: tuple[int, int], asked: tuple[int, int], tmp_path: Path
 ) -> None:
     source = tmp_path / "mine.onnx"
@@ -207,6 +207,7 @@ def test_convert_onnx_file_to_other_opset_keeps_signature_lineage_and_outputs(
 def test_convert_onnx_file_with_external_weights_includes_them(tmp_path: Path) -> None:
     write_external(tmp_path / "mine.onnx", "weights.bin")
     path = converted(tmp_path / "mine.onnx", section(15, 8))
+    (tmp_path / "weights.bin").unlink()
     answers = reference(OnnxExporter(), path, {"x": np.ones((2, 2), np.float32)})
     np.testing.assert_array_equal(answers["y"], [[2, 3], [2, 3]])
 
@@ -232,7 +233,9 @@ def test_convert_onnx_file_with_unsupported_operator_raises_user_error_with_its_
     assert "LayerNormalization" in str(caught.value)
 
 
-def test_onnx_export_with_missing_or_wrong_convert_option_raises_user_error(tmp_path: Path) -> None:
+def test_onnx_export_of_newer_file_with_false_or_invalid_convert_option_raises_user_error(
+    tmp_path: Path,
+) -> None:
     source = tmp_path / "mine.onnx"
     write_perceptron(source, opset=21)
     with pytest.raises(UserError, match="newer than the opset or IR version") as caught:

@@ -94,7 +94,7 @@ def test_measure_again_without_valid_decision_returns_error_verdict(
     assert scene.asked == []
 
 
-def test_list_champions_with_names_selects_pipelines_or_models_and_rejects_unknown_name(
+def test_list_champions_accepts_name_of_pipeline_or_model_and_rejects_unknown_name(
     tmp_path: Path,
 ) -> None:
     scene = ChampionScene(tmp_path).remembered()

@@ -68,7 +68,7 @@ def test_load_tool_of_isolated_exporter_returns_training_exporter(tmp_path: Path
     assert not (tmp_path / ".onnx-ops").exists()
 
 
-def test_stage_key_depends_on_requirements_but_not_on_limits(tmp_path: Path) -> None:
+def test_stage_key_depends_on_requirements_but_not_on_timeout(tmp_path: Path) -> None:
     (tmp_path / "configs/targets").mkdir(parents=True)
     (tmp_path / "configs/targets/cpu-1t.yaml").write_text("name: cpu-1t\n")
     (tmp_path / "toy.py").write_text("def train(data):\n    return None\n")

@@ -175,7 +175,7 @@ def test_check_of_source_with_parameter_model_and_isolated_exporter_reports_sour
     assert "only in an isolated environment" in find_problems(project)["system.source"]
 
 
-def test_comparison_with_decorated_source_and_isolated_exporter_raises_user_error(
+def test_comparison_with_hidden_parameter_model_and_isolated_exporter_raises_user_error(
     project: Project,
 ) -> None:
     # The check reads source text, in which a decorator can hide the parameters.

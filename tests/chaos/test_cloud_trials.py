@@ -68,7 +68,7 @@ def test_run_trial_with_endpoint_that_keeps_old_version_reports_wrong_state(tmp_
     assert any(result.wrong for result in results)
 
 
-def test_run_trial_with_dropped_request_reports_lost_request(tmp_path: Path) -> None:
+def test_run_trial_with_failed_request_reports_lost_request(tmp_path: Path) -> None:
     with open_place("sagemaker", "native", tmp_path) as place:
         invoke, count = place.invoke, 0
 

@@ -38,7 +38,7 @@ def test_rollback_of_model_without_endpoint_exits_with_2() -> None:
     assert "no endpoint serves m" in result.output
 
 
-def test_rollback_of_unknown_endpoint_prompts_for_no_reason(
+def test_rollback_of_unknown_endpoint_exits_with_2_without_prompt_for_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)

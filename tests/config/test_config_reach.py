@@ -123,6 +123,7 @@ def test_load_pipeline_error_shows_variable_name_instead_of_value(load: Load) ->
             reach=Reach(variables=("FOLDER_*",)),
         )
     assert SECRET not in str(caught.value)
+    assert "${env:FOLDER_OF_DATA}" in str(caught.value)
     assert show(f"opened /{SECRET}/x.csv") == "opened ${env:FOLDER_OF_DATA}/x.csv"
 
 

@@ -46,7 +46,7 @@ from onnx_ops.domain.row_axes import (
         ({"step": ()}, {}),
     ],
 )
-def test_find_row_axes_returns_axis_shared_by_inputs(
+def test_find_row_axes_returns_axis_of_rows_of_each_input_that_has_one(
     shapes: Mapping[str, Shape], expected: Mapping[str, int]
 ) -> None:
     assert find_row_axes(shapes) == expected
@@ -87,7 +87,7 @@ def test_find_fixed_batch_returns_fixed_size_of_shared_axis_or_0(
         ({"x": (4, 3)}, {"x": (4, 3)}, {}),
     ],
 )
-def test_guess_row_axes_uses_array_sizes_for_unnamed_dimensions(
+def test_guess_row_axes_uses_array_sizes_for_unnamed_dimensions_only(
     shapes: Mapping[str, Shape], sizes: Mapping[str, tuple[int, ...]], expected: Mapping[str, int]
 ) -> None:
     assert guess_row_axes(shapes, sizes) == expected
@@ -111,7 +111,7 @@ def test_find_output_axes_returns_axes_named_like_input_rows() -> None:
         ({"x": (60, 7), "sr": ()}, 0, 0),
     ],
 )
-def test_count_common_rows_returns_rows_shared_by_all_arrays(
+def test_count_common_rows_returns_rows_shared_by_all_arrays_or_0(
     shapes: Mapping[str, tuple[int, ...]], known: int, expected: int
 ) -> None:
     assert count_common_rows(shapes, known) == expected

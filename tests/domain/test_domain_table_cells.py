@@ -46,7 +46,7 @@ def test_find_text_among_numbers_returns_first_text_cell_of_numeric_column_only(
         ([], []),
     ],
 )
-def test_find_values_in_header_returns_names_that_resemble_values(
+def test_find_values_in_header_returns_numbers_of_data_row_and_nothing_of_header(
     names: list[str], values: list[str]
 ) -> None:
     assert find_values_in_header(names) == values

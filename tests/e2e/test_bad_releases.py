@@ -86,7 +86,7 @@ def test_run_without_passing_variant_exits_1_and_moves_no_traffic(released: Proj
     assert state_of(released) == before
 
 
-def test_run_with_crashing_optimizer_releases_other_variant(released: Project) -> None:
+def test_run_with_crashing_optimizer_chooses_other_variant(released: Project) -> None:
     document = released.run("quantize=[{name: broken, method: crashing}]")
     decision = next(d for d in document["decisions"] if d["variant"] == "broken")
     assert [r["verdict"] for r in decision["results"]] == ["error"]

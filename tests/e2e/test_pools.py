@@ -82,11 +82,14 @@ def test_run_with_pool_target_measures_it_on_pool_worker(site: PrefectSite) -> N
     assert {choice["target"]: choice["verdict"] for choice in found["choices"]} == dict.fromkeys(
         ("cpu-1t", POOL), "pass"
     )
+    measured = {"name": {"any_": [f"digits-mlp/benchmark/fp32@{POOL}"]}}
+    runs = site.ask("/flow_runs/filter", flow_runs=measured)
+    assert {run["state_type"] for run in runs} == {"COMPLETED"}
     again = run(site, 'benchmark.targets=["cpu-1t", "board-a"]')
     assert {outcome["status"] for outcome in again["outcomes"]} == {"cached"}
 
 
-def test_run_with_all_kinds_of_targets_chooses_variant_for_each(site: PrefectSite) -> None:
+def test_run_with_targets_of_different_runtimes_chooses_variant_for_each(site: PrefectSite) -> None:
     targets = ("cpu-1t", "cpu-all", "openvino-cpu", "node", "browser-wasm", "mobile-ort", "board-a")
     overrides = (f"benchmark.targets=[{', '.join(targets)}]", "deploy=[]", LIMITS)
     sets = [part for override in overrides for part in ("--set", override)]
@@ -219,7 +222,7 @@ def test_interrupted_run_ends_its_processes_on_pool_worker(lab: PoolSite, asker:
     until(lambda: lab.runs("train")[-1]["state_type"] == "CANCELLED", what="a cancelled flow run")
 
 
-def test_run_with_pool_without_suitable_worker_fails_immediately(lab: PoolSite) -> None:
+def test_run_with_pool_without_suitable_worker_fails_without_starting_stage(lab: PoolSite) -> None:
     worker = lab.work("rest", "--kinds", "benchmark")
     placed = {"ONNX_OPS_POOLS": "train=rest"}
     found = lab.result(lab.ask("train.with.mark=none", until="train", environ=placed), code=4)
@@ -299,6 +302,7 @@ def test_search_and_custom_operators_run_on_pool_worker(lab: PoolSite) -> None:
     )
     found = lab.result(lab.ask(pipeline="configs/pipelines/softsign.yaml", environ=PLACED))
     assert found["choices"][0]["verdict"] == "pass"
+    assert "softsign/benchmark/fp32@acme" in {run["name"] for run in lab.runs()}
     search = (
         "quantize=[{name: best, method: auto, tuning_data: {data: train, samples: 50}, "
         "budget: {max_minutes: 1}}]"

@@ -267,7 +267,7 @@ def test_pull_request_is_compared_with_recorded_metrics_of_base(
 
 
 @pytest.mark.parametrize("before", ["0" * 40, "f" * 40], ids=["first push", "force push"])
-def test_action_for_push_without_known_previous_commit_evaluates_all_pipelines(
+def test_action_for_push_without_known_previous_commit_evaluates_unchanged_pipeline(
     runner: Runner, before: str
 ) -> None:
     runner.event({"before": before})
@@ -344,7 +344,7 @@ def test_changed_since_without_repository_or_commit_raises_user_error(
         changed_since(runner.root, "nope")
 
 
-def test_evaluate_prints_user_output_between_stop_commands(
+def test_evaluate_prints_its_output_between_stop_commands(
     runner: Runner, capfd: pytest.CaptureFixture[str]
 ) -> None:
     runner.propose({"code/rounds.py": "ROUNDS = 300\nprint('::add-path::/tmp/evil')\n"})
@@ -353,7 +353,7 @@ def test_evaluate_prints_user_output_between_stop_commands(
     word = first.removeprefix("::stop-commands::")
     assert re.fullmatch("[0-9a-f]{32}", word)
     assert last == f"::{word}::"
-    assert lines
+    assert lines[-1] == "1 passed"
     assert word not in "".join(lines)
 
 

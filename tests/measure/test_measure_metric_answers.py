@@ -236,7 +236,7 @@ class TestQueries:
             (np.array([1.0, 0.0]), None, "group: NAME"),
         ],
     )
-    def test_prepare_grades_of_wrong_label_raises_user_error(
+    def test_prepare_grades_of_wrong_label_or_without_group_raises_user_error(
         self, label: Any, group: Any, text: str
     ) -> None:
         with pytest.raises(UserError, match=text):

@@ -260,7 +260,7 @@ def test_reference_of_slow_source_uses_fewer_rows_and_records_limit(
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_reference_of_slow_source_with_few_rows_limits_other_groups(
+def test_reference_of_slow_source_with_few_rows_ends_near_time_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     path = write_perceptron(tmp_path / "model.onnx")
@@ -328,7 +328,7 @@ def test_source_changes_with_random_answers_reports_change(name: str) -> None:
     assert source.changes(source.group("real", {"x": x}))
 
 
-def test_reference_of_unseeded_estimator_raises_user_error(tmp_path: Path) -> None:
+def test_reference_of_source_with_random_predictions_raises_user_error(tmp_path: Path) -> None:
     from sklearn.linear_model import LinearRegression
 
     x = np.random.default_rng(0).standard_normal((64, 4)).astype(np.float32)
@@ -498,10 +498,21 @@ def test_put_reference_then_get_reference_returns_same_groups(
     for before in asked.groups:
         after = restored[before.name]
         assert after.outputs == before.outputs
-        assert (after.bounds or {}).keys() == (before.bounds or {}).keys()
+        assert after.inside == before.inside
+        for one, other in (
+            (before.inputs, after.inputs),
+            (before.single, after.single),
+            (before.double, after.double),
+            (before.bounds, after.bounds),
+        ):
+            assert (one or {}).keys() == (other or {}).keys()
+            for name, array in (one or {}).items():
+                np.testing.assert_array_equal(array, (other or {})[name])
 
 
-def test_build_probes_of_free_batch_covers_all_groups(tmp_path: Path) -> None:
+def test_build_probes_of_free_batch_includes_groups_inside_and_outside_domain(
+    tmp_path: Path,
+) -> None:
     probes = build_probes(write_perceptron(tmp_path / "model.onnx"), rows(40))
     assert {"real", "range", "missing", "infinite", "empty_batch", "batches:257"} <= set(probes)
     assert len(probes["real"].inputs["x"]) == 40

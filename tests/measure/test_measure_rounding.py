@@ -90,7 +90,7 @@ RARE = "(float[N,12] x) => (float[N,3] y) { z = Gemm(x, w, b) p = Sigmoid(z) y =
 
 @pytest.mark.parametrize("logit", [-3.0, -7.0, -14.0])
 @pytest.mark.parametrize(("error", "is_seen"), [(0.0, False), (8.3e-7, True)])
-def test_measure_parity_of_sigmoid_with_rare_events_detects_small_error(
+def test_measure_parity_of_sigmoid_with_rare_events_exceeds_limit_only_with_error(
     tmp_path: Path, logit: float, error: float, *, is_seen: bool
 ) -> None:
     weight, bias = WEIGHT / np.abs(WEIGHT).max() / 4, np.full(3, logit, dtype=np.float32)

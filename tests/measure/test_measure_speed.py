@@ -232,7 +232,7 @@ def test_plan_schedule_of_slow_model_reduces_blocks_and_runs() -> None:
     assert (very_slow.blocks, very_slow.runs, very_slow.warmup) == (BLOCKS // 2, SHORT, SHORT)
 
 
-def test_measure_speed_beyond_time_limit_ends_undecided(
+def test_measure_speed_beyond_time_limit_ends_at_second_interim_analysis(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(0, 10_000, int(LONGEST_S * 0.6)))

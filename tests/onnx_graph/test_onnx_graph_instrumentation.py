@@ -48,7 +48,7 @@ def test_list_computed_values_returns_values_in_graph_order_with_nodes(perceptro
         ("[" * 100_000, ""),
     ],
 )
-def test_list_computed_values_returns_innermost_module_as_scope(
+def test_list_computed_values_returns_innermost_module_or_empty_text_as_scope(
     perceptron: Path, scopes: str, expected: str
 ) -> None:
     model = onnx.load(perceptron)
@@ -86,6 +86,8 @@ def test_write_with_outputs_shares_external_weights(perceptron: Path) -> None:
         "model.onnx",
         "weights.bin",
     ]
+    stored = onnx.load(copy, load_external_data=False).graph.initializer
+    assert {tensor.data_location for tensor in stored} == {onnx.TensorProto.EXTERNAL}
     assert set(OnnxRuntime().run(copy, TARGET, (rows(3),))[0]) == {"scores", "first.sum"}
 
 

@@ -276,6 +276,7 @@ def test_withdraw_key_that_was_stolen_discards_entries_of_thief(site: Site) -> N
 def test_reconcile_after_withdrawal_of_stolen_key_keeps_traffic_and_history(site: Site) -> None:
     last = steal(site)
     owner = site.open(OTHER, MAIN, OTHER)
+    before, _ = read_history(owner, HistoryFilter(endpoints=(ENDPOINT,)))
     withdraw_key(owner, MAIN.key, keep={ENDPOINT: last})
     after = site.open(OTHER, OTHER)
     reconcile_until_stable(after, ENDPOINT)
@@ -283,6 +284,9 @@ def test_reconcile_after_withdrawal_of_stolen_key_keeps_traffic_and_history(site
     lines, errors = read_history(after, HistoryFilter(endpoints=(ENDPOINT,)))
     assert not errors
     assert lines[-1].sequence == site.count
+    honest = [line for line in before if line.sequence <= last]
+    assert honest
+    assert [line for line in lines if line.sequence <= last] == honest
     assert any(line.kind == "ledger-adopted" for line in lines)
 
 
@@ -505,3 +509,6 @@ def test_withdraw_request_after_key_rotation_requires_current_key(site: Site) ->
         roll_back(new, ENDPOINT, candidate_only=True)
     with pytest.raises(MissingKeyError, match="withdraws a request"):
         withdraw_request(site.open(MAIN, MAIN, OTHER), ENDPOINT, reason="no")
+    assert site.read(OTHER).pending_rollback is not None
+    withdraw_request(site.open(OTHER, OTHER), ENDPOINT, reason="no")
+    assert site.read(OTHER).pending_rollback is None

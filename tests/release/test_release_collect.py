@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import fsspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -151,9 +152,15 @@ def test_find_unreferenced_with_damaged_content_succeeds(
         digest_bytes(b"key"),
         Manifest(files={"file.json": lost, "never there": digest_bytes(b"no")}),
     )
-    for path in tmp_path.rglob(hex_digits(lost)):
+    files = list(tmp_path.rglob(hex_digits(lost)))
+    for path in files:
         path.chmod(0o600)
         path.write_bytes(b"spoilt")
+    memory = fsspec.filesystem("memory")
+    names = [name for name in memory.find(scene.world.place) if hex_digits(lost) in name]
+    for name in names:
+        memory.pipe(name, b"spoilt")
+    assert len(files) + len(names) == 1
     scene.world.clock.advance(MONTH + 60)
     assert collectable(context) == []
 

@@ -107,6 +107,10 @@ def test_compare_of_quantized_file_reports_int8_coverage(tmp_path: Path) -> None
 
 
 _HALVES = "(float[N,4] x) => (seq(float[N,2]) y) { y = SplitToSequence<axis: int = 1>(x, two) }"
+_NEGATIVE = (
+    "(float[N,4] x) => (seq(float[N,2]) y) { z = Neg(x)\n y = SplitToSequence<axis: int = "
+    "1>(z, two) }"
+)
 _THREE = (
     "(float[N,4] x) => (seq(float[N,2]) y) { s = SplitToSequence<axis: int = 1>(x, "
     "two)\n z = Sub(x, x)\n h = Slice(z, begin, end, axis)\n y = SequenceInsert(s, h) }"
@@ -120,13 +124,22 @@ _NEGATED = "(float[N,4] x) => (optional(float[N,4]) y) { z = Neg(x)\n y = Option
     ("a", "b", "verdict"),
     [
         (_HALVES, _HALVES, Verdict.PASS),
+        (_HALVES, _NEGATIVE, Verdict.FAIL),
         (_HALVES, _THREE, Verdict.FAIL),
         (_THREE, _HALVES, Verdict.FAIL),
         (_ROWS, _ROWS, Verdict.PASS),
         (_SAME, _SAME, Verdict.PASS),
         (_SAME, _NEGATED, Verdict.FAIL),
     ],
-    ids=["sequence", "longer", "shorter", "as-long-as-the-batch", "optional", "other-optional"],
+    ids=[
+        "sequence",
+        "other-sequence",
+        "longer",
+        "shorter",
+        "as-long-as-the-batch",
+        "optional",
+        "other-optional",
+    ],
 )
 def test_compare_of_sequences_and_optionals_uses_elements_and_length(
     tmp_path: Path, a: str, b: str, verdict: Verdict

@@ -201,7 +201,7 @@ def test_pages_before_first_publication_report_nothing_published(worker: Worker)
     assert "Nothing is published yet" in Page(body.decode()).words
     head, body = get(worker, "/docs")
     assert head.startswith(b"HTTP/1.1 503")
-    assert json.loads(body)["error"]
+    assert "published" in json.loads(body)["error"]
 
 
 def make_snapshot(name: str) -> tuple[TableSnapshot, list[ServedVersion]]:
@@ -248,7 +248,13 @@ def test_start_page_shows_versions_with_shares_requests_and_errors() -> None:
         ServedVersion(version="1", variant="fp32", share="90 %", state="not loaded: no m"),
         ServedVersion(version="2", variant="fp32", share="10 %", requests=45, errors=2, rejected=3),
     ]
-    words = Page(build_start_page(snapshot, served).body.decode()).words
+    page = build_start_page(snapshot, served).body.decode()
+    cells = [row.split("<td>")[3:] for row in "".join(page.splitlines()).split("<tr>")[2:]]
+    assert [[cell.partition("<")[0] for cell in row] for row in cells] == [
+        ["90 %", "0", "0", "0", "not loaded: no m"],
+        ["10 %", "45", "2", "3", "ready"],
+    ]
+    words = Page(page).words
     assert "A rollout is at 10 %: version 2 has 10 % of the traffic." in words
     assert "Generation 7 of the routing table, served here since 1970-01-01 00:00:00 UTC" in words
 

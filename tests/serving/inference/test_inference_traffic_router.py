@@ -128,7 +128,7 @@ def test_router_slots_match_split_weights() -> None:
 
 
 @pytest.mark.parametrize(("weight", "comparable"), [(0, 100), (1, 1), (10, 10), (50, 50), (90, 10)])
-def test_comparable_slots_of_both_versions_are_equal_in_number(
+def test_comparable_slots_of_versions_with_traffic_are_equal_in_number(
     weight: int, comparable: int
 ) -> None:
     router = split(weight)

@@ -352,7 +352,7 @@ def perceptron(folder: Path, *widths: int) -> Deployment:
 
 
 @pytest.mark.parametrize("width", [509, 1001, 1024])
-def test_packed_model_with_any_weight_size_returns_correct_outputs(
+def test_packed_model_with_odd_or_even_width_returns_correct_outputs(
     start: Callable[..., Server], tmp_path: Path, width: int
 ) -> None:
     server = start("", "--prepack=1 KiB")
