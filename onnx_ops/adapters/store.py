@@ -29,7 +29,7 @@ from onnx_ops.domain.artifact import (
     short_digest,
 )
 from onnx_ops.errors import CorruptStateError, DigestMismatchError, UserError
-from onnx_ops.file_locks import hold_lock
+from onnx_ops.file_locks import hold_lock, hold_temporary_lock
 from onnx_ops.onnx_graph.files import read_structure
 from onnx_ops.scratch import TEMPORARY, storage_errors, sync_path
 
@@ -323,9 +323,15 @@ class ModelFolders:
             with suppress(UserError):  # Other problems are reported when the model is loaded.
                 read_structure(path)
         place = self._folder(manifest.digest())
-        if self.location(manifest.digest()) is not None:
-            return str(place)
-        self.root.mkdir(parents=True, exist_ok=True)
+        if self.location(manifest.digest()) is None:
+            with hold_temporary_lock(self.root / f"{place.name}.lock"):
+                # Another process can have copied the same files meanwhile.
+                if self.location(manifest.digest()) is None:
+                    self._copy(folder, place)
+        return str(place)
+
+    def _copy(self, folder: Path, place: Path) -> None:
+        """Copy the files of a folder to a place, whose present files are missing or damaged."""
         sweep_unfinished(self.root)
         temporary = Path(tempfile.mkdtemp(dir=self.root, prefix=TEMPORARY))
         try:
@@ -340,13 +346,11 @@ class ModelFolders:
                     os.fsync(stream.fileno())
             temporary.chmod(0o755)
             if place.exists():
-                # An intact folder was returned above. A damaged folder is replaced here.
                 shutil.rmtree(place)
             temporary.rename(place)
             sync_path(self.root)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-        return str(place)
 
     def list_folders(self) -> Sequence[StoredObject]:
         """Return the digest, size and modification time of every model folder."""

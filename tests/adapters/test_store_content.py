@@ -19,6 +19,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -322,6 +323,26 @@ def test_model_folders_location_after_admit_returns_same_folder(
     assert [path.name for path in (tmp_path / "models").iterdir()] == [
         hex_digits(manifest.digest())
     ]
+
+
+def test_model_folders_admit_keeps_copy_that_other_process_completed_meanwhile(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders, other = (ModelFolders(tmp_path / "models") for _ in range(2))
+    manifest, find = digest_folder(model), ModelFolders.location
+
+    def look_before_other_copies(self: ModelFolders, digest: Digest) -> str | None:
+        monkeypatch.setattr(ModelFolders, "location", find)
+        location = self.location(digest)
+        other.admit(model, manifest)
+        return location
+
+    monkeypatch.setattr(ModelFolders, "location", look_before_other_copies)
+    with mock.patch.object(shutil, "rmtree", wraps=shutil.rmtree) as remove:
+        place = folders.admit(model, manifest)
+    assert mock.call(Path(place)) not in remove.call_args_list
+    assert folders.location(manifest.digest()) == place
+    assert [path.name for path in (tmp_path / "models").iterdir()] == [Path(place).name]
 
 
 def test_model_folders_admit_removes_old_temporary_folders(tmp_path: Path, model: Path) -> None:
