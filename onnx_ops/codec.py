@@ -94,7 +94,7 @@ def from_json(value: object, kind: TypeForm[T], *, where: str = "") -> T:
     Raises:
         CorruptStateError: the JSON does not describe such a value.
     """
-    # Without this check, cattrs would accept [] as an empty object.
+    # For such a value, cattrs raises AttributeError, which does not explain the problem.
     if is_dataclass(kind) and not isinstance(value, dict):
         raise CorruptStateError(
             f"not a {getattr(kind, '__name__', kind)}", where=where, why="it is not a JSON object"

@@ -277,7 +277,7 @@ def make(name: str, folder: Path, number: int) -> World:
 def _export(net: nn.Module, rows: Array, path: Path) -> None:
     few = torch.from_numpy(rows[:2])
     with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
-        # The exporter of torch prints graphs to standard output.
+        # If the export fails, the exporter of torch prints the graph to standard output.
         names = list(name_outputs(net(few)))
         torch.onnx.export(
             net,

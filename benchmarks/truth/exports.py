@@ -140,7 +140,7 @@ def _judge_sources(step: int) -> tuple[list[Outcome], int]:
             path = Path(folder) / f"{number}.onnx"
             try:
                 with contextlib.redirect_stdout(io.StringIO()):
-                    # The older exporter of torch prints graphs.
+                    # The older exporter of torch prints the graph of a failed export.
                     source.write(path)
                 outcomes.append(judge_export(source, path))
             except Exception:

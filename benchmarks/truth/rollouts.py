@@ -183,7 +183,7 @@ def _routing(trials: Trials) -> list[Claim]:
         )
         what = f"10 % asked, {name} sent: paused"
         if routed <= 1.05 and routed >= 1:
-            # The promised rate is 0.1 %. At least a thousand trials are needed to show it.
+            # The promised rate is 0.1 %, or one pause in the thousand trials of a full run.
             claims.append(trials.at_most("split", what, result, "paused", 0.001))
         else:
             claims.append(trials.at_least("split", what, result, "paused", 0.99))

@@ -83,7 +83,7 @@ class UserSuppliedModels:
             return digest_folder(path).digest()
         if path.suffix != ".onnx":
             return digest_file(path)
-        # Every command imports this module, and few read models.
+        # Most commands import this module, and few of them read models.
         from onnx_ops.onnx_graph.files import digest_model
 
         return digest_model(path)

@@ -193,8 +193,8 @@ def _unpack(archive: Path, address: WebAddress) -> None:
     import tarfile
 
     try:
-        # The filter refuses links and paths that lead out of the folder. Zip files have no links,
-        # and their absolute paths and paths with `..` are left out.
+        # The filter refuses links and paths that lead out of the folder. From a zip file, shutil
+        # unpacks no links, and leaves out absolute paths and paths with `..`.
         is_zip = archive.suffix == ".zip"
         shutil.unpack_archive(archive, archive.parent, filter=None if is_zip else "data")
     except (OSError, shutil.ReadError, tarfile.TarError, EOFError, zlib.error) as error:

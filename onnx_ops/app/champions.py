@@ -76,8 +76,8 @@ def list_champions(context: Context, names: Sequence[str] = ()) -> tuple[Champio
                 try:
                     record = context.registry().version(model, version)
                 except NotFoundError:
-                    # onnx-ops registers each version with a record, so another tool registered this
-                    # version.
+                    # Another tool registered this version, without a record, or the version was
+                    # deleted meanwhile.
                     continue
                 basis: tuple[Evidence, tuple[Gate, ...]] | OnnxOpsError
                 try:

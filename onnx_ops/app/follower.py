@@ -468,7 +468,9 @@ class Follower:
         try:
             return None if data is None else codec.loads(data, TableHead, where=HEAD)
         except CorruptStateError:
-            return None  # The head only saves time: the tables are also listed regularly.
+            # The regular listing also finds new tables. The beat stays unknown until the head is
+            # written again.
+            return None
 
     def _read_table(self, number: TableNumber) -> StoredTable:
         data = self._control.read(number.name)

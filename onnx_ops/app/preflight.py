@@ -468,7 +468,8 @@ class Preflight:
             rows = len(dataset)
             groups = 0 if dataset.group is None else len(set(dataset.group.tolist()))
         for loc, gate in self.draft.metric_gates:
-            if isinstance(gate, MetricGate):  # Gates on slices have a separate check.
+            # Gates on slices count the rows of each slice when they are judged.
+            if isinstance(gate, MetricGate):
                 notes = advise_rows(gate, rows, groups)
                 self.notes += [f"{path_text(loc)}: {text}" for text in notes]
 

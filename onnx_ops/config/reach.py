@@ -51,7 +51,7 @@ class Reach:
             return self._explain_url(text, remedy)
         try:
             place = os.path.realpath(root / text)
-        except ValueError:  # The path contains a null byte. The check that opens it reports this.
+        except ValueError:  # The path contains a null byte, so no file can be read.
             return ""
         folders = (root, *(root / folder for folder in self.paths if "://" not in folder))
         if any(Path(place).is_relative_to(os.path.realpath(folder)) for folder in folders):

@@ -307,7 +307,8 @@ def choose_next_action(
     if step is not None and is_step_first:
         return step
     if observed.drift:
-        # Drift is corrected before a rollout, so that both versions run with the same options.
+        # Drift is corrected before a rollout, so that both versions run with the same options. For
+        # a fleet, it is also corrected before each later step.
         why = f"the endpoint does not match its options: {'; '.join(observed.drift)}"
         return Action(kind=ActionKind.RECONFIGURE, state=expected, roles=roles, why=why)
     if desired is not None and desired.manifest != stable.manifest:
@@ -569,7 +570,8 @@ class _Rollout:
             if elapsed >= policy.ab_test.duration:
                 return self._conclude_test(policy.ab_test, analysis, share, is_complete=not missing)
             missing = missing or analysis.ab_summary or _NO_FEEDBACK
-            # In an A/B test, `duration` limits the step in place of `step_timeout`.
+            # Until an A/B test finds the candidate better, `duration` limits the step in place of
+            # `step_timeout`.
             is_late = False
         if missing and is_late:
             why = f"{share} and needs an operator: step_timeout is over ({missing})"

@@ -19,12 +19,12 @@ def copy_value(value: Any) -> Any:
     if isinstance(value, (str, bytes, int, float, bool)) or value is None:
         return value
     if hasattr(value, "detach"):
-        # The value is a tensor of torch, which can need gradients or be on a GPU.
+        # The value is a tensor of torch or Paddle, which can need gradients or be on a GPU.
         return np.array(value.detach().cpu().numpy())
     if isinstance(value, np.ndarray) or hasattr(value, "__array_interface__"):
         return value.copy()
     if hasattr(value, "numpy"):
-        # The value is an eager tensor of TensorFlow or Paddle.
+        # The value is an eager tensor of TensorFlow.
         return np.array(value.numpy())
     return copy.deepcopy(value)
 

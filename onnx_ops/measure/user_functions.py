@@ -89,7 +89,7 @@ def call_training(reference: str, data: Mapping[str, Any], parameters: Mapping[s
         pass
     try:
         model: object = function(*data_sets, **parameters)
-    except (OnnxOpsError, MemoryError):  # The caller handles these errors.
+    except (OnnxOpsError, MemoryError):  # Stages and commands report these errors.
         raise
     except Exception as error:
         raise _failed(f"{reference} failed", error) from error
@@ -115,7 +115,7 @@ def call_function(function: Callable[..., Any], reference: str, *arguments: Any,
     """
     try:
         return function(*arguments)
-    except (OnnxOpsError, MemoryError):  # The caller handles these errors.
+    except (OnnxOpsError, MemoryError):  # Stages and commands report these errors.
         raise
     except Exception as error:
         raise _failed(f"{reference} failed on {on}", error) from error

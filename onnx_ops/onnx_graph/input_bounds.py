@@ -191,7 +191,7 @@ class _LazyShapes:
         attribute = _SELECTED_AXIS.get(node.op_type, "")
         axis = next((given.i for given in node.attribute if given.name == attribute), 0)
         if node.op_type == "GatherND" and self._shapes.get(node.input[1], [])[-1:] != [1]:
-            # Each entry of the indices selects on several axes, so no single axis limits it.
+            # An entry of the indices can select on several axes, so no single axis limits it.
             return "?"
         return shape[axis] if attribute and -len(shape) <= axis < len(shape) else "?"
 

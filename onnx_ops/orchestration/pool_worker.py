@@ -389,8 +389,8 @@ class PoolWorker:
                 del self._ended[run_id]
                 continue
             if state is not None and state.is_cancelling():
-                # The run was cancelled before its stage began, so the stage could not set the
-                # state.
+                # The process of the stage did not set the state. Either the stage had not begun, or
+                # the request failed.
                 client.set_flow_run_state(
                     run_id,
                     Cancelled(message=f"the process of the stage ended with {how}"),

@@ -81,8 +81,8 @@ class ProjectProbe:
         plugin = plugins.load(kind, name)
         shaping = plugin.tools
         if kind == "runtimes":
-            # For an isolated environment, the digest of the target includes the version of the
-            # runtime.
+            # For an isolated environment, the digest of the target includes the environment's
+            # requirements.
             return versions | ({} if env is not None and env.isolated else _versions(shaping))
         if kind != "data" and (wanted := plugins.select_environment(plugin, env)) is not None:
             return versions | {

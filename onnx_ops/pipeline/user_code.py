@@ -154,8 +154,8 @@ def _read_unpacked(path: Path) -> bytes:
     elif decompress := next(
         (call for first, call in _DECOMPRESSORS.items() if content.startswith(first)), None
     ):
-        # If the decompression fails, the file is plain: only its first bytes look like a compressed
-        # file.
+        # If the decompression fails, the file is read as a plain one: its first bytes can look like
+        # those of a compressed file.
         with contextlib.suppress(OSError, EOFError, zlib.error, lzma.LZMAError):
             content = decompress(content)
     return content
@@ -211,7 +211,8 @@ def _list_imports(path: Path, base: Path) -> Iterator[str]:
     try:
         tree = parse_python(path.read_bytes())
     except (SyntaxError, ValueError, RecursionError) as error:
-        # A null byte causes ValueError, and deep nesting RecursionError.
+        # Early releases of Python 3.11 raise ValueError for a null byte. Deep nesting causes
+        # RecursionError.
         line = f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         raise UserError("not Python", where=f"{path}{line}", why=str(error)) from error
     for node in ast.walk(tree):

@@ -165,11 +165,11 @@ workers, but each worker uses at least `MIN_WARM_UP_REQUESTS`.
 """
 MIN_WARM_UP_REQUESTS = 16
 
-# The following constants are columns of a row. Comparable requests that ran on the event loop are
-# counted in the INLINE columns, as are requests that reached no deployment. All other requests are
-# counted in the QUEUED columns. Comparable requests that waited in the queue are also counted in
-# the SERVICE columns, without their time in the queue. Requests that a listener rejected, or that
-# were lost with a worker, are counted only by status.
+# The following constants are columns of a row. Requests that a listener rejected, or that were lost
+# with a worker, are counted only by status. Of the others, comparable requests that ran on the
+# event loop are counted in the INLINE columns, as are requests that reached no deployment. The rest
+# are counted in the QUEUED columns. Comparable requests that waited in the queue are also counted
+# in the SERVICE columns, without their time in the queue.
 _COLUMN_OF = {status: column for column, status in enumerate(STATUSES)}
 OTHER_STATUS = len(STATUSES)
 _STATUS_COLUMNS: Sequence[tuple[int | str, int]] = (*_COLUMN_OF.items(), ("other", OTHER_STATUS))

@@ -518,7 +518,7 @@ def _combine_sizes(present: Mapping[str, int]) -> list[dict[str, int]]:
     combined = [{symbol: size} for symbol, sizes in ranked.items() for size in sizes]
     if len(ranked) > 1:
         combined += [{symbol: sizes[end] for symbol, sizes in ranked.items()} for end in (0, -1)]
-        # Each axis takes a different position in its list of sizes: with equal sizes, exchanged
+        # The position in the list of sizes changes from axis to axis: with equal sizes, exchanged
         # axes would go unnoticed.
         unequal = {
             symbol: sizes[(place + 2) % len(sizes)]

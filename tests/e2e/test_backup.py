@@ -29,7 +29,7 @@ def test_moved_project_after_reconcile_serves_and_rolls_back(
     twice.stop_endpoints()
     moved = Project(twice.root.rename(tmp_path / "another name"), twice.environ)
     try:
-        # The registry's copies were moved with the project.
+        # The registry has copies of these models, which were moved with the project.
         shutil.rmtree(moved.root / ".onnx-ops" / "models")
         assert moved.command("reconcile", ENDPOINT).code == 0
         before = traffic(moved)

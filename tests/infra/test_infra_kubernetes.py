@@ -359,7 +359,8 @@ def test_container_with_manifest_settings_becomes_ready_and_ends_within_grace_pe
         "ONNX_OPS_STATE_DIR": str(tmp_path / "volume" / "replica"),
         "ONNX_OPS_HOST": "127.0.0.1",
         "ONNX_OPS_PORT": str(port),
-        # The image sets the following variables, but not HOME.
+        # The image sets PATH and PYTHONDONTWRITEBYTECODE, but not HOME. The other variables replace
+        # its installed package and its folder /tmp.
         "PATH": os.environ["PATH"],
         "PYTHONPATH": str(INFRA.parent),
         "PYTHONDONTWRITEBYTECODE": "1",

@@ -235,7 +235,7 @@ def bare_path(folder: Path) -> str:
     plain = Path(sys.base_prefix) / "bin" / f"python3.{sys.version_info.minor}"
     for name in ("python", "python3"):
         (folder / name).unlink(missing_ok=True)
-        # With a link, the interpreter would look for its library beside the link.
+        # With a link, a virtual environment would record the link's folder as its home.
         (folder / name).write_text(f'#!/bin/sh\nexec {plain} "$@"\n', encoding="utf-8")
         (folder / name).chmod(0o755)
     return os.pathsep.join((str(folder), "/usr/local/bin", "/usr/bin", "/bin"))

@@ -86,8 +86,8 @@ class NearTests:
         for change in changes:
             room = _find_test_folder(Path(change))
             for rank, path in self._rank(Path(change)):
-                # Tests of the same folder come first. Then come tests that import less, because
-                # they are more specific.
+                # At the same distance, tests of the same folder come first. Then come tests that
+                # import less, because they are more specific.
                 key = rank, room not in path.parents, len(self._read_imports(path))
                 ranks[path] = min(key, ranks.get(path, key))
         return [str(path) for path in sorted(ranks, key=lambda path: (ranks[path], path))]

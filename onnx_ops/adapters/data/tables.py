@@ -245,8 +245,8 @@ def _find_dialect(head: bytes) -> _Dialect:
     except UnicodeDecodeError as error:
         first_line_end = head.find(b"\n")
         if encoding == "utf-16" or (0 <= first_line_end < error.start):
-            # The names of the columns can be read, so invalid bytes are not an error here. pyarrow
-            # reports them if their column is read as text.
+            # In UTF-8, the names of the columns can be read here. pyarrow reports the invalid bytes
+            # if their column is read as text. In UTF-16, it always reports them.
             text = head.decode(encoding, "replace")
         else:
             raise ValueError(_describe_undecodable(head)) from error

@@ -112,7 +112,7 @@ def _read_names(model: Any) -> list[str] | None:
     inputs = getattr(model, "inputs", None)
     if inputs is None:
         return None
-    structure = getattr(model, "input", None)  # A sequential model has no attribute `input`.
+    structure = getattr(model, "input", None)  # A sequential model can lack `input`.
     if isinstance(structure, Mapping):
         return [str(name) for name in structure]
     return [str(value.name) for value in inputs]

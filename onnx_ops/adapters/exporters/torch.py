@@ -117,7 +117,7 @@ class TorchExporter(TracingExporter):
         proto.ir_version = section.ir_version
         proto.producer_version = ""
         for node in iterate_nodes(proto):
-            # The module path of a node is kept. The other properties contain stack traces with
+            # The module path of a node is kept. Among the other properties are stack traces with
             # paths of this machine.
             scopes = [
                 (p.key, p.value)
@@ -459,8 +459,8 @@ def _wrap(model: Any, names: Collection[str], call: Callable[[Any, Mapping[str, 
 def _quiet() -> Iterator[None]:
     """Suppress the exporter's output, internal warnings and log messages."""
     known = [name for name in logging.Logger.manager.loggerDict if name.partition(".")[0] in _NOISY]
-    # Loggers without a level inherit the level of their root logger, so setting the roots suffices.
-    # Setting the level of a logger empties the caches of all loggers.
+    # A logger without a level inherits it from its nearest ancestor with a level, so it is left
+    # out. Setting the level of a logger empties the caches of all loggers.
     loggers = [
         logger
         for name in {*_NOISY, *known}

@@ -42,7 +42,8 @@ def query_prometheus(
         partial, samples = answer.get("warnings"), answer["data"]["result"]
     except (AttributeError, KeyError, TypeError) as error:
         raise make_answer_error(where, answer) from error
-    if partial:  # Some stores did not respond, so the counts would be too low.
+    # Thanos warns if some of its stores did not respond. The counts would then be too low.
+    if partial:
         what = "Prometheus returned a partial response"
         raise ServiceUnavailableError(what, where=where, why=quoted(partial))
     if not isinstance(samples, list):

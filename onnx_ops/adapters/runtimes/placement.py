@@ -106,7 +106,7 @@ class TargetedRuntime(Runtime):
             UserError: there is no folder for the target's environment.
         """
         if self.elsewhere is None:
-            # Only runs with an isolated target import the code for processes.
+            # Only isolated targets need these modules.
             from onnx_ops.adapters.isolation.environments import PythonEnvironments, find_uv
             from onnx_ops.adapters.runtimes.isolated import IsolatedRuntimes
 

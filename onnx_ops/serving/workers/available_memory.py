@@ -69,7 +69,7 @@ class _MemoryGroup:
         """Return the group's limit in bytes; None if it has no limit."""
         limit = _read_text(self.folder / self.limit_file).strip()
         # Without a limit, version 2 of control groups writes `max`. Version 1 writes the largest
-        # multiple of the page size.
+        # multiple of the page size below 2**63.
         return int(limit) if limit.isdecimal() and int(limit) < _UNLIMITED_BYTES else None
 
     def read_available_bytes(self) -> int | None:

@@ -50,7 +50,7 @@ def use_one_arena() -> None:
     precedence.
     """
     if "MALLOC_ARENA_MAX" not in os.environ:
-        with suppress(AttributeError):  # Only the GNU C library has `mallopt`.
+        with suppress(AttributeError):  # Some C libraries, such as musl, lack `mallopt`.
             ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 

@@ -161,7 +161,8 @@ def evaluate_cold_start(
     if loads < COLD_START_SAMPLES:
         p, rule = 1.0, "not measured yet"
     elif rail.max is not None:
-        # This is the exact sign test of the hypothesis that half of the loads take at most `max`.
+        # This is the exact sign test of the hypothesis that at least half of the loads take at most
+        # `max`.
         above, n = sum(each > rail.max for each in candidate_s), len(candidate_s)
         p = float(sum(math.comb(n, k) for k in range(above, n + 1)) / 2**n)
         rule = f"candidate {_range(candidate_s)}, a median of at most {rail.max:g} s is allowed"

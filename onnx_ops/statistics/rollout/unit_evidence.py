@@ -78,7 +78,7 @@ def make_log_factors(percent: int, tolerated: float, centers: tuple[float, ...])
     for clip in CLIPS:
         score = np.minimum(1.0, _EDGES / clip) if clip else (_EDGES > 0).astype(np.float64)
         for center in centers:
-            # Up to this limit, both factors of the bet stay positive: that of the stable version's
+            # Below this limit, both factors of the bet stay positive: that of the stable version's
             # worst unit, and that of the candidate's best unit.
             limit = min(1 / (p * (1 - center)), 1 / ((1 - p) * center) if center else math.inf)
             for ratio in RATIOS:
