@@ -39,7 +39,7 @@ class Reach:
         )
 
     def explain_path(self, text: str, root: Path) -> str:
-        """Return why a file is not allowed to be read; empty if it is allowed.
+        """Return why a file cannot or must not be read; empty if it is allowed.
 
         For a symbolic link, the path that it points to is checked. Models of the registry
         (`models:/`) are always allowed.
@@ -51,8 +51,8 @@ class Reach:
             return self._explain_url(text, remedy)
         try:
             place = os.path.realpath(root / text)
-        except ValueError:  # The path contains a null byte, so no file can be read.
-            return ""
+        except ValueError:
+            return f"'{shorten(text)}' contains a null byte; remove it"
         folders = (root, *(root / folder for folder in self.paths if "://" not in folder))
         if any(Path(place).is_relative_to(os.path.realpath(folder)) for folder in folders):
             return ""

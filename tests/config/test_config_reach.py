@@ -60,6 +60,11 @@ def test_explain_path_outside_project_names_setting(root: Path, text: str) -> No
     assert "allowed_paths" in PROJECT_ONLY.explain_path(text, root)
 
 
+@pytest.mark.parametrize("text", ["rows\0.npz", "../rows\0.npz", "\0"])
+def test_explain_path_with_null_byte_names_it(root: Path, text: str) -> None:
+    assert "contains a null byte" in PROJECT_ONLY.explain_path(text, root)
+
+
 @pytest.mark.parametrize(
     ("allowed", "text", "expected"),
     [
