@@ -23,7 +23,7 @@ def rollback(
 ) -> State[Any]:
     """Roll back to the previous version, or to `to`.
 
-    This needs no MLflow: aliases follow when the registry answers.
+    This needs MLflow only if model files are lost. Aliases follow when the registry answers.
 
     Args:
         endpoints: Names of endpoints.

@@ -258,14 +258,14 @@ def rollback(
     Repeating a completed rollback raises no exception.
 
     Args:
-        endpoints: Names of endpoints. Without names, the endpoints of `model` are rolled back, or
-            those on `target` if it is set. Unless `to` is set, only those that serve the latest
-            release are selected.
+        endpoints: Names of endpoints. Without names, `model` is required. Then the endpoints of
+            the model that serve its latest release are rolled back; if `to` is set, all endpoints
+            of the model.
         reason: Recorded in the ledger.
         to: Version to roll back to. By default, the stable version during a rollout, and otherwise
             the previous version.
         model: Registered model.
-        target: Name of a target.
+        target: Select only endpoints on this target.
         actor: User recorded in the audit log; user@host by default.
         force: Allow rolling back to a version that was itself rolled back before, and rolling back
             further after a rollback.

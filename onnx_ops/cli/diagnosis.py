@@ -295,11 +295,22 @@ def _keys(project: Project) -> Iterator[Diagnosis]:
         key = read_key(path).key
         yield _describe_roles(key, str(public_path(path)), folder)
         yield from _describe_ledgers(project, key)
-    if names := ", ".join(map(short_digest, TrustedKeys(folder).keys())):
-        yield _finding("trusted keys", f"{names} in {folder}")
-    elif settings.signing == "off":
+    trusted = _list_trusted_keys(folder)
+    if settings.signing == "off" and not trusted["gate"]:
         remedy = f"Copy the public keys of the signers into {folder}."
-        yield _finding("trusted keys", "none: no version can be promoted", ok=False, remedy=remedy)
+        found = "none for decisions: no version can be promoted"
+        yield _finding("trusted keys", found, ok=False, remedy=remedy)
+    elif any(trusted.values()):
+        shown = "; ".join(
+            f"{what}: {', '.join(map(short_digest, trusted[role])) or 'none'}"
+            for role, what in _SIGNED.items()
+        )
+        yield _finding("trusted keys", f"{shown}; in {folder}")
+
+
+def _list_trusted_keys(folder: Path) -> dict[KeyRole, tuple[Digest, ...]]:
+    """Return the keys that are trusted for each role."""
+    return {role: TrustedKeys(folder, role=role).keys() for role in _SIGNED}
 
 
 def _describe_ledgers(project: Project, key: Digest) -> Iterator[Diagnosis]:
@@ -321,7 +332,7 @@ def _describe_ledgers(project: Project, key: Digest) -> Iterator[Diagnosis]:
 
 def _describe_roles(key: Digest, public: str, folder: Path) -> Diagnosis:
     """Return the finding about the roles for which this machine's key is trusted."""
-    trusted = {role: TrustedKeys(folder, role=role).keys() for role in _SIGNED}
+    trusted = _list_trusted_keys(folder)
     text = " and ".join(what for role, what in _SIGNED.items() if key in trusted[role])
     missing = [
         f"{what}: copy {public} into {folder / role}"

@@ -20,7 +20,7 @@ from onnx_ops.cli.common import (
 )
 from onnx_ops.cli.dry_runs import NOTHING_CHANGED
 from onnx_ops.domain.artifact import Digest, short_digest
-from onnx_ops.errors import NotFoundError, RefusedError, ServiceUnavailableError, UserError
+from onnx_ops.errors import NotFoundError, RefusedError, UserError
 
 if TYPE_CHECKING:
     from onnx_ops.adapters.signers.keyring import Keyring
@@ -202,8 +202,8 @@ def keys_retire(
         bool,
         typer.Option(
             "--force",
-            help="Retire the key even if versions lose their decision, the registry does not "
-            "answer, or a ledger cannot be changed.",
+            help="Retire the key even if versions lose their decision, the registry cannot be "
+            "read, or a ledger cannot be changed.",
         ),
     ] = False,
     dry_run: Annotated[
@@ -269,15 +269,16 @@ def keys_retire(
 def _list_dependents(context: Context, key: Digest, *, force: bool) -> tuple[Dependent, ...]:
     """Return the versions under aliases and at endpoints that lose their decision.
 
-    If the registry does not answer, aliases are left out with `force`; otherwise raise the error.
+    If the registry cannot be read, aliases are left out with `force`; otherwise raise the error.
     """
     from onnx_ops.release.audit import list_dependents, list_deployed_dependents
+    from onnx_ops.release.registry_sync import REGISTRY_OUTAGES
 
     deployed = list_deployed_dependents(context, key)
     try:
         return (*list_dependents(context, key), *deployed)
-    except ServiceUnavailableError as error:
-        # With --force, a stolen key can be retired even while the registry is down.
+    except REGISTRY_OUTAGES as error:
+        # With --force, a stolen key can be retired even without the registry.
         if not force:
             raise
         say(f"the aliases whose versions lose their decision are unknown: {error}", err=True)

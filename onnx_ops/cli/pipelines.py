@@ -331,8 +331,8 @@ def run(
     run twice, on two machines or as two users. The first run has no key and uses --until gate and
     --hand-over; the second uses --take-over.
 
-    Exit code: 0 every target has a release, 1 a gate failed, 2 a file is wrong, 3 inconclusive, 4
-    the environment failed, 5 refused; of several files, the worst.
+    Exit code: 0 every judged target has a chosen variant, 1 a gate failed, 2 a file is wrong, 3
+    inconclusive, 4 the environment failed, 5 refused; of several files, the worst.
 
     Example: onnx-ops run configs/pipelines/digits-mlp.yaml --until gate
     """

@@ -316,13 +316,20 @@ def rollback(
     actor: Actor = "",
     all_: Annotated[
         bool,
-        typer.Option("--all", help="Roll back all endpoints of --model, or those on --target."),
+        typer.Option(
+            "--all",
+            help="Roll back the endpoints of --model that serve its latest release; with --to, all "
+            "endpoints of --model.",
+        ),
     ] = False,
     model: Annotated[
-        str, typer.Option("--model", help="With --all: a registered model.", show_default=False)
+        str, typer.Option("--model", help="With --all: the registered model.", show_default=False)
     ] = "",
     target: Annotated[
-        str, typer.Option("--target", "-t", help="With --all: a target.", show_default=False)
+        str,
+        typer.Option(
+            "--target", "-t", help="With --all: only endpoints on this target.", show_default=False
+        ),
     ] = "",
     force: Annotated[
         bool,
@@ -353,10 +360,10 @@ def rollback(
 ) -> None:
     """Move all traffic back to the previous version, now.
 
-    Needs neither Prefect nor MLflow. Repeating a finished rollback is no error. Exit code 4, within
-    ten seconds, if the rollback could not be done yet. Then a background process retries for 15
-    minutes. Every reconciliation retries too, until the rollback is done or withdrawn with
-    --withdraw. Meanwhile the version is rejected.
+    Does not need Prefect, and needs MLflow only if model files are lost. Repeating a finished
+    rollback is no error. Exit code 4, within ten seconds, if the rollback could not be done yet.
+    Then a background process retries for 15 minutes. Every reconciliation retries too, until the
+    rollback is done or withdrawn with --withdraw. Meanwhile the version is rejected.
 
     The aliases are moved in the background, or by the reconciler. If several endpoints serve the
     same model and target, a rollback of one of them leaves the aliases unchanged; --all moves them.

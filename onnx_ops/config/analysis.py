@@ -56,7 +56,7 @@ class PrometheusCounters:
     revision_label: Annotated[LabelName, doc("Label whose value is the revision.")]
     histogram: Annotated[
         MetricName | None,
-        doc("Classic histogram of latencies in seconds, without `_bucket`."),
+        doc("Classic histogram of latencies in any unit, without `_bucket`."),
     ] = None
     origin: Annotated[
         MetricName,

@@ -166,7 +166,8 @@ def list_dependents(context: Context, key: Digest) -> tuple[Dependent, ...]:
     addition, an alias of this target (champion, challenger or previous) must point to the version.
 
     Raises:
-        ServiceUnavailableError: the registry does not answer.
+        ServiceUnavailableError, MissingPackageError: the registry does not answer, or its client
+            package is not installed.
     """
     configs = [context.ledger.state(name).config for name in list_bound_endpoints(context)]
     pairs = {(config.model, config.target) for config in configs if config is not None}

@@ -53,8 +53,8 @@ from onnx_ops.scratch import Scratch
 
 MAX_TEXT = 400
 """Maximum length of a reason in a tag, in characters."""
-_OUTAGES = (ServiceUnavailableError, MissingPackageError)
-"""Errors after which an endpoint continues with the ledger's state.
+REGISTRY_OUTAGES = (ServiceUnavailableError, MissingPackageError)
+"""Errors after which a caller can continue without the registry.
 
 The registry does not answer, or its client package is not installed.
 """
@@ -93,7 +93,7 @@ def read_request(
     try:
         aliases = read_aliases(config.model)
         request = _find_request(journal, aliases)
-    except _OUTAGES as error:
+    except REGISTRY_OUTAGES as error:
         return _continue_without_registry(journal.state, error)
     return DesiredState(
         deployment=None,
@@ -116,7 +116,7 @@ def verify_request(journal: Journal, desired: DesiredState) -> DesiredState:
         return desired
     try:
         verified = _verify_version(journal, *desired.request)
-    except _OUTAGES as error:
+    except REGISTRY_OUTAGES as error:
         return _continue_without_registry(journal.state, error)
     return replace(verified, request=desired.request, champion=desired.champion)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from onnx import helper
 from onnx_ops.domain.target import Target
 from onnx_ops.ports import LoadSchedule, PairedBenchmarkSchedule, Runtime
 from onnx_ops.testing.models import rows
+from tests.support.extras import require_programs
 
 KEPT = "ONNX_OPS_TEST_ENVIRONMENTS"
 """Variable that names a folder in which environments stay between test runs."""
@@ -35,19 +35,8 @@ def environments(factory: pytest.TempPathFactory) -> Path:
 
 
 def require(*programs: str) -> None:
-    """Skip the test if a program is not on the path.
-
-    Fail instead where `.ci/run` has installed the programs.
-    """
-    missing = [program for program in programs if shutil.which(program) is None]
-    if not missing:
-        return
-    reason = (
-        f"NOT TESTED: no {', '.join(missing)} here (Debian: apt-get install nodejs npm chromium)"
-    )
-    if os.environ.get("ONNX_OPS_TEST_SERVICES") == "required":
-        pytest.fail(reason)
-    pytest.skip(reason)
+    """Skip the test if a program for JavaScript is not on the path, or fail if it is required."""
+    require_programs(*programs, packages="nodejs npm chromium")
 
 
 def write_identity(

@@ -164,7 +164,7 @@ def test_load_annotations_of_other_format_raises_user_error(root: Path, content:
 
 def test_load_annotations_with_row_of_unknown_image_raises_user_error(root: Path) -> None:
     write(root, make_annotations(), image_id=np.array([5, 7, 8]))
-    with pytest.raises(UserError, match="row 3 of 'image_id' names image 8"):
+    with pytest.raises(UserError, match="row 2 of 'image_id' names image 8"):
         SOURCE.load(FILE, root)
 
 

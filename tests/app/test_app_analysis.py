@@ -308,14 +308,16 @@ def test_observe_with_unreadable_or_missing_state_entry_is_inconclusive(site: An
     assert "the entry is missing" in site.observe(site.restart()).verdict.reason
 
 
-def test_observe_with_latency_guardrail_fails_slower_canary(tmp_path: Path) -> None:
+@pytest.mark.parametrize("second", [1, 1000], ids=["seconds", "milliseconds"])
+def test_observe_with_latency_guardrail_fails_slower_canary(tmp_path: Path, second: int) -> None:
     changes = {"guardrails": ["latency_p50"], "prometheus": {"histogram": "http_seconds"}}
+    bounds = (0.1 * second, 0.2 * second, 0.4 * second, math.inf)
     with open_site(tmp_path, **changes) as site:
-        fast = {0.1: 50, 0.2: 40, 0.4: 10, math.inf: 0}
-        slow = {0.1: 10, 0.2: 30, 0.4: 60, math.inf: 0}
+        fast = dict(zip(bounds, (50, 40, 10, 0), strict=True))
+        slow = dict(zip(bounds, (10, 30, 60, 0), strict=True))
         for _ in range(3):
             site.prometheus.add_latencies("a", fast)
-        site.prometheus.add_latencies("b", {0.1: 5, 0.2: 0, 0.4: 0, math.inf: 0})
+        site.prometheus.add_latencies("b", dict(zip(bounds, (5, 0, 0, 0), strict=True)))
         site.prometheus.scrape(0.0)
         result = site.observe()
         assert result.state.thresholds is not None

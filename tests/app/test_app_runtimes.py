@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import sys
 import threading
 import time
@@ -31,6 +30,7 @@ from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.gate import ParityGate
 from onnx_ops.domain.plan import StageKind, StageStatus
 from tests.support.checkout import copy_parts
+from tests.support.extras import require_programs
 from tests.support.suite import Sweep
 
 KEPT = "ONNX_OPS_TEST_ENVIRONMENTS"
@@ -51,15 +51,7 @@ def environments(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def root(tmp_path: Path, environments: Path) -> Path:
-    missing = [program for program in ("node", "npm", "chromium") if shutil.which(program) is None]
-    if missing:
-        reason = (
-            f"NOT TESTED: no {', '.join(missing)} here (Debian: "
-            "apt-get install nodejs npm chromium)"
-        )
-        if os.environ.get("ONNX_OPS_TEST_SERVICES") == "required":
-            pytest.fail(reason)
-        pytest.skip(reason)
+    require_programs("node", "npm", "chromium", packages="nodejs npm chromium")
     copy_parts(tmp_path, "configs", "examples")
     (tmp_path / "onnx-ops.toml").write_text("signing = 'auto'\n")
     (tmp_path / ".onnx-ops").mkdir()

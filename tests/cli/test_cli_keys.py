@@ -16,6 +16,7 @@ from onnx_ops.release.promote import bind_endpoint, promote
 from onnx_ops.testing.registries import publication
 from tests.release.release_parts import config_of
 from tests.support.command import Result, run_command
+from tests.support.extras import hide
 
 TARGET = "cpu-1t"
 
@@ -106,6 +107,21 @@ def test_keys_retire_reports_versions_that_lose_their_decision(project: Path) ->
     assert f"{short_digest(old)}  retired" in keys("list").stdout
 
 
+def test_keys_retire_with_force_needs_no_mlflow_package(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys("new")
+    old = signing_key(project).key
+    promoted(project)
+    keys("rotate")
+    hide(monkeypatch, "mlflow")
+    refused = keys("retire", short_digest(old))
+    assert (refused.code, "package mlflow is not installed" in refused.stderr) == (4, True)
+    forced = keys("retire", short_digest(old), "--force")
+    assert (forced.code, "package mlflow is not installed" in forced.stderr) == (0, True)
+    assert f"{short_digest(old)}  retired" in keys("list").stdout
+
+
 def test_keys_retire_keeps_earlier_ledger_entries_valid(project: Path) -> None:
     keys("new")
     old = signing_key(project)
@@ -137,7 +153,9 @@ def test_doctor_reports_trusted_keys_and_roles_without_key(project: Path) -> Non
     key = short_digest(signing_key(project).key)
     found = {one.check: one for one in diagnose(open_project())}
     assert found["signatures"].ok
-    assert found["trusted keys"].found.startswith(key)
+    assert found["trusted keys"].found.startswith(
+        f"decisions: {key}; ledger entries that need a key: {key}; "
+    )
     folder = project / ".onnx-ops" / "keys"
     (folder / "gate").mkdir()
     for public in folder.glob("*.pub.pem"):
@@ -150,3 +168,25 @@ def test_doctor_reports_trusted_keys_and_roles_without_key(project: Path) -> Non
     lost = {one.check: one for one in diagnose(open_project())}["signatures"]
     assert not lost.ok
     assert "Copy" in lost.remedy
+
+
+@pytest.mark.parametrize("signing", ["auto", "off"])
+def test_doctor_lists_keys_that_are_trusted_only_for_ledger_entries(
+    signing: str, project: Path
+) -> None:
+    from onnx_ops.cli.diagnosis import diagnose
+
+    keys("new")
+    key = short_digest(signing_key(project).key)
+    (project / "onnx-ops.toml").write_text(f'signing = "{signing}"', encoding="utf-8")
+    folder = project / ".onnx-ops" / "keys"
+    (folder / "release").mkdir()
+    for public in folder.glob("*.pub.pem"):
+        public.rename(folder / "release" / public.name)
+    finding = next(one for one in diagnose(open_project()) if one.check == "trusted keys")
+    assert finding.ok is (signing == "auto")
+    expected = {
+        "auto": f"decisions: none; ledger entries that need a key: {key}; in {folder}",
+        "off": "none for decisions: no version can be promoted",
+    }
+    assert finding.found == expected[signing]

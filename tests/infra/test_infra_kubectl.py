@@ -25,6 +25,7 @@ from onnx_ops.app.replica_diagnosis import CHECKS
 from onnx_ops.testing.models import rows, write_perceptron
 from tests.infra.infra_tools import INFRA, ROOT
 from tests.infra.local_pod import LocalPod, can_isolate
+from tests.support.extras import require_programs, skip_or_fail
 from tests.support.kubernetes_api import KubernetesApi, Object, serve_kubernetes
 from tests.support.ports import free_port
 from tests.support.processes import does_answer, running_process, until
@@ -77,8 +78,7 @@ class Cluster:
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     """Yield an empty cluster, and a copy of the manifests with a key for each example."""
-    if shutil.which("kubectl") is None:
-        pytest.skip("NOT TESTED: no kubectl here (Debian: apt-get install kubernetes-client)")
+    require_programs("kubectl", packages="kubernetes-client")
     place = tmp_path / "infra" / "kubernetes"
     shutil.copytree(KUBERNETES, place)
     for example in EXAMPLES:
@@ -197,7 +197,7 @@ def write_project(folder: Path, options: dict[str, Any]) -> None:
 @pytest.mark.services
 def test_commands_of_guide_start_pods_whose_doctor_finds_no_fault(cluster: Cluster) -> None:
     if read_minor_version() < WEBSOCKETS:
-        pytest.skip("NOT TESTED: `exec` of this kubectl needs SPDY; use kubectl 1.31 or newer")
+        skip_or_fail("`exec` of this kubectl needs SPDY; use kubectl 1.31 or newer")
     volumes, port = cluster.folder / "volumes", free_port()
     control, reports = volumes / "digits-shared/control", volumes / "digits-shared/reports"
     project = cluster.folder / "project"

@@ -37,6 +37,7 @@ from onnx_ops.serving import container as entrypoint
 from onnx_ops.testing.endpoints import EndpointProviderSuite
 from tests.adapters.replica_site import open_site
 from tests.infra.infra_tools import INFRA
+from tests.support.extras import require_programs
 from tests.support.ports import free_port
 from tests.support.processes import does_answer, running_process, until
 
@@ -278,8 +279,7 @@ def test_network_policy_permits_only_http_ingress_and_egress_to_dns_and_public_h
 @pytest.mark.nightly
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_kubectl_builds_valid_manifests_of_example(example: str, tmp_path: Path) -> None:
-    if shutil.which("kubectl") is None:
-        pytest.skip("NOT TESTED: no kubectl here (Debian: apt-get install kubernetes-client)")
+    require_programs("kubectl", packages="kubernetes-client")
     import kubernetes_validate
 
     manifests = render(example, tmp_path)
@@ -314,8 +314,7 @@ def test_kubectl_builds_valid_manifests_of_example(example: str, tmp_path: Path)
 
 @pytest.mark.nightly
 def test_kubectl_refuses_example_without_keys() -> None:
-    if shutil.which("kubectl") is None:
-        pytest.skip("NOT TESTED: no kubectl here (Debian: apt-get install kubernetes-client)")
+    require_programs("kubectl", packages="kubernetes-client")
     command = ["kubectl", "kustomize", str(KUBERNETES / "examples" / "s3")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0

@@ -1,12 +1,15 @@
 """Tests of optional dependencies.
 
 A test is skipped with a visible reason if an extra is not installed, or runs as if it were not
-installed.
+installed. A test that needs another program is skipped too, or fails if services are required.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 from importlib.util import find_spec
+from typing import NoReturn
 
 import pytest
 
@@ -26,6 +29,23 @@ def require(module: str, *, reason: str) -> None:
         found = False
     if not found:
         pytest.skip(reason, allow_module_level=True)
+
+
+def require_programs(*programs: str, packages: str) -> None:
+    """Skip the test if a program is not on the path, or fail if services are required.
+
+    Args:
+        packages: Debian packages of the programs.
+    """
+    if missing := [program for program in programs if shutil.which(program) is None]:
+        skip_or_fail(f"no {', '.join(missing)} here (Debian: apt-get install {packages})")
+
+
+def skip_or_fail(reason: str) -> NoReturn:
+    """Skip the test, or fail if services are required: `ONNX_OPS_TEST_SERVICES=required`."""
+    if os.environ.get("ONNX_OPS_TEST_SERVICES") == "required":
+        pytest.fail(f"NOT TESTED: {reason}")
+    pytest.skip(f"NOT TESTED: {reason}")
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, *distributions: str) -> None:

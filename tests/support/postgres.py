@@ -1,6 +1,7 @@
 """A separate PostgreSQL server, for tests of records that are stored there.
 
-`.ci/run` installs PostgreSQL and sets REQUIRED. Elsewhere, the tests are skipped if it is missing.
+`.ci/run` installs PostgreSQL and requires services. Elsewhere, the tests are skipped if it is
+missing.
 """
 
 from __future__ import annotations
@@ -15,12 +16,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
+from tests.support.extras import skip_or_fail
 from tests.support.ports import free_port
-
-REQUIRED = "ONNX_OPS_TEST_SERVICES"
-"""Variable that is `required` if a missing service is a failure."""
 
 
 @contextmanager
@@ -28,13 +25,7 @@ def postgres() -> Iterator[str]:
     """Run a new cluster, and yield the SQLAlchemy URL of an empty database."""
     programs = _programs()
     if programs is None:
-        lacking = (
-            "PostgreSQL is not installed (Debian: apt-get install postgresql): "
-            "nothing is tested on it"
-        )
-        if os.environ.get(REQUIRED) == "required":
-            pytest.fail(lacking)
-        pytest.skip(lacking)
+        skip_or_fail("no PostgreSQL here (Debian: apt-get install postgresql)")
     folder, port = Path(tempfile.mkdtemp(prefix="onnx-ops-postgres-")), free_port()
     user = "postgres" if os.geteuid() == 0 else getpass.getuser()
     if os.geteuid() == 0:

@@ -225,11 +225,11 @@ def _list_rows(images: Mapping[Any, Any], arrays: Mapping[str, Array], where: st
     if IMAGE_IDS not in arrays:
         return list(images)
     rows = arrays[IMAGE_IDS].reshape(-1).tolist()
-    for number, image in enumerate(rows):
+    for row, image in enumerate(rows):
         if image not in images:
             raise UserError(
-                f"row {number + 1} of {IMAGE_IDS!r} names image {image}, which the annotations "
-                "do not list",
+                f"row {row} of {IMAGE_IDS!r} names image {image}, which the annotations do not "
+                "list",
                 where=where,
             )
     return rows

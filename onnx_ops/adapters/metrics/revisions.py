@@ -80,7 +80,7 @@ class RevisionsReading:
         )
 
     def latencies(self, revision: str) -> tuple[Sequence[float], Sequence[int]] | None:
-        """Return the histogram of a revision; the bounds are in seconds.
+        """Return the histogram of a revision; its bounds have the unit of the series.
 
         The result is None without a histogram, or if its bounds do not range from above zero to
         `+Inf`.

@@ -6,34 +6,20 @@ With every request, it offers to change to HTTP/2 (`Upgrade: h2c`).
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.serving.serving_process import Server
+from tests.support.extras import require_programs
 
 HERE = Path(__file__).parent
 
 
-@pytest.fixture(scope="module")
-def java() -> str:
-    program = shutil.which("java")
-    if program is None or shutil.which("javac") is None:
-        lacking = (
-            "no JDK is installed (Debian: apt-get install default-jdk-headless): "
-            "its HTTP client is not tested"
-        )
-        if os.environ.get("ONNX_OPS_TEST_SERVICES") == "required":
-            pytest.fail(lacking)
-        pytest.skip(lacking)
-    return program
-
-
 @pytest.mark.services
-def test_jdk_client_with_http2_upgrade_offer_receives_its_answers(types: Server, java: str) -> None:
+def test_jdk_client_with_http2_upgrade_offer_receives_its_answers(types: Server) -> None:
+    require_programs("java", "javac", packages="default-jdk-headless")
     data = {"bool": [True, False], "text": ["a", "b"], "fp32": [1.5, 2]}
     tensors = [
         {
@@ -46,7 +32,7 @@ def test_jdk_client_with_http2_upgrade_offer_receives_its_answers(types: Server,
     ]
     body = json.dumps({"inputs": tensors, "outputs": [{"name": "fp32_out"}]})
     command = [
-        java,
+        "java",
         str(HERE / "InferClient.java"),
         f"http://127.0.0.1:{types.port}/v2/models/m/infer",
         body,
