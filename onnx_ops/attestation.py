@@ -353,8 +353,8 @@ class TrustedKeys:
                 where=", ".join(map(str, self._paths[::2])),
                 why=f"trusted keys: {', '.join(map(short_digest, sorted(trusted))) or 'none'}",
                 remedy=f"If you trust its owner, add the public key (NAME{PUBLIC_SUFFIX}) to the "
-                "trusted keys. Otherwise judge the release again: "
-                "onnx-ops run FILE --no-cache gate",
+                "trusted keys. Otherwise sign the record again with a trusted key; for a decision: "
+                "`onnx-ops run FILE --no-cache gate`.",
             )
         try:
             trusted[key].verify(base64.b64decode(signature, validate=True), data, ECDSA(SHA256()))
@@ -362,7 +362,7 @@ class TrustedKeys:
             raise InvalidSignatureError(
                 f"the signature by key {short_digest(key)} is not valid",
                 why="the record or the signature was changed, or another key signed the record",
-                remedy="Find out who can change the record, then sign it again: "
+                remedy="Find out who can change the record, then sign it again; for a decision: "
                 "`onnx-ops run FILE --no-cache gate`.",
             ) from error
 

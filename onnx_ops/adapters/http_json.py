@@ -132,7 +132,7 @@ def _explain(status: int, text: str, host: str) -> OnnxOpsError:
         )
     if 300 <= status < 400:
         remedy = (
-            "If you trust the new address, put it into the settings. Requests contain a secret."
+            "If you trust the new address, put it into the settings. Requests can contain a secret."
         )
         return RefusedError(
             "the server answers with a redirect", where=host, why=why, remedy=remedy

@@ -82,14 +82,14 @@ def ask(
         raise failure
     if ended.failed:
         raise MeasurementError(
-            f"the worker of pool {placed.pool} did not execute this stage",
+            f"the worker of pool {placed.pool} did not complete this stage",
             where=stage.id,
             why=ended.message,
         )
     if (result := _take(stage, key, context.store)) is None:
         raise MeasurementError(
-            f"a worker of pool {placed.pool} completed the stage, but the result is not in the "
-            "store",
+            f"a worker of pool {placed.pool} completed the stage, but the store has no usable "
+            "result",
             where=stage.id,
             remedy="Set the same `store` in onnx-ops.toml on both machines, "
             "such as s3://bucket/onnx-ops.",

@@ -98,8 +98,8 @@ def status(
         with working("status", "asking the providers", quiet=as_json):
             survey = find_orphans(context, names)
         hint = (
-            "`onnx-ops prune MODEL` shows what it would remove: these, and old versions and stored "
-            "objects. With --yes, it removes all of them."
+            "`onnx-ops prune MODEL` shows what it would remove: orphans of the model's endpoints, "
+            "old versions and stored objects. With --yes, it removes all of them."
             if survey.orphans
             else ""
         )

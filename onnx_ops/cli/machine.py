@@ -102,7 +102,7 @@ def targets(as_json: AsJson = False) -> None:
     """
     from onnx_ops.app.target_status import list_target_statuses
 
-    with working("targets", "building a session for each target", quiet=as_json):
+    with working("targets", "building sessions", quiet=as_json):
         statuses = list_target_statuses(open_project())
     if as_json:
         print_json([asdict(status) for status in statuses])
@@ -180,14 +180,17 @@ def _with_options(command: Callable[..., None]) -> Callable[..., None]:
 @_with_options
 def serve(
     state_dir: Annotated[
-        Path, typer.Option(help="Folder of the endpoint: routing table, token, log.")
+        Path, typer.Option(help="Folder of the endpoint, with its routing table and token.")
     ],
     host: Annotated[
         str, typer.Option(help="Address to bind; beyond loopback only behind a proxy.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of the inference API.")] = 8080,
     admin_port: Annotated[
-        int, typer.Option(help="Port of the admin API on loopback; 0: any free port.")
+        int,
+        typer.Option(
+            help="Port of the admin API on loopback; 0: any free port. --follow ignores it."
+        ),
     ] = 0,
     follow: Annotated[
         str,

@@ -110,13 +110,16 @@ class AnalysisServiceConfig:
         str | None,
         doc(
             "Private file with the bearer token that clients must send; "
-            "instead of the environment variable ONNX_OPS_ANALYSIS_TOKEN."
+            "not read if the environment variable ONNX_OPS_ANALYSIS_TOKEN is set."
         ),
     ] = None
     keep: Annotated[
         Seconds,
         Ge(DAY),
-        doc("Time after a rollout's last recorded counts, after which the rollout is deleted."),
+        doc(
+            "Time after a rollout's last entry, after which the rollout is deleted; "
+            "at least its `max_duration`."
+        ),
     ] = 30 * DAY
     analyses: Annotated[Mapping[Name, AnalysisSettings], MinLen(1), doc("Analyses by name.")]
 

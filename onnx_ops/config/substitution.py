@@ -223,7 +223,8 @@ def _check_environment(
     for match in _ENVIRONMENT.finditer(text):
         if not _ENVIRONMENT_NAME.fullmatch(match[0]):
             message = f"'{shorten(match[0])}' is not ${{env:NAME}}"
-            yield Issue(loc, f"{message}; NAME has ASCII letters, digits and '_'")
+            rule = "NAME has ASCII letters, digits and '_', and does not begin with a digit"
+            yield Issue(loc, f"{message}; {rule}")
         elif why := reach.explain_variable(match[1]):
             yield Issue(loc, why)
         elif match[1] not in environ:

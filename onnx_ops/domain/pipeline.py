@@ -48,7 +48,7 @@ class Attempts:
     """Settings of the attempts of a stage: retries and limits."""
 
     retries: Annotated[
-        int, Ge(0), Le(10), doc("Number of retries after a failure of the environment.")
+        int, Ge(0), Le(10), doc("Number of retries after a failure of the machine or a service.")
     ] = 0
     timeout: Annotated[
         Seconds | None, doc("Time limit of one attempt; the stage's process is then killed.")
@@ -228,7 +228,9 @@ class SystemComparison(Attempts):
         str,
         doc("Folder of raw inputs, or a .jsonl, .csv or .txt file with one input per row."),
     ]
-    rows: Annotated[int, Ge(1), doc("Number of inputs, spread evenly over all of them.")] = 64
+    rows: Annotated[
+        int, Ge(1), doc("Maximum number of inputs, spread evenly over all of them.")
+    ] = 64
     before: Annotated[
         tuple[DeployedStep, ...],
         doc("Steps before the model; default: the model gets the input that the source records."),
@@ -332,7 +334,9 @@ class Quantize(PlacedAttempts):
 class Benchmark(Attempts):
     """Section `benchmark`: the targets to measure on."""
 
-    targets: Annotated[tuple[ShortName, ...], MinLen(1), doc("Names of files in configs/targets/.")]
+    targets: Annotated[
+        tuple[ShortName, ...], MinLen(1), doc("Names of targets, of the project or shipped.")
+    ]
     batch: Annotated[int, Ge(1), Le(4096), doc("Rows in one timed request.")] = 1
     shards: Annotated[
         int,

@@ -298,7 +298,7 @@ def choose_next_action(
         return abort
     expected = rollout.build_expected_state()
     if observed is None or not observed.covers(expected):
-        why = "the endpoint differs from its expected state"
+        why = "the endpoint does not report its expected state"
         return Action(kind=ActionKind.RESTORE, state=expected, roles=roles, why=why)
     if (hold := rollout.find_hold(observed)) is not None:
         return hold

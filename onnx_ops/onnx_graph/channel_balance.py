@@ -124,7 +124,7 @@ def write_balanced_like(source: Path, derived: Path, path: Path) -> bool:
         _apply(model, json.loads(recorded))
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         raise MeasurementError(
-            "the recorded channel balance of the variant does not match the source model",
+            "the recorded channel balance of the variant is not valid for the source model",
             where=derived.name,
         ) from error
     write_model(model, path)

@@ -232,7 +232,8 @@ def _explain_unquantized(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str]
     )
     if not graph.constant(node.input[1]) and not (is_first_quantized and is_second_quantized):
         reason = "both of its inputs are computed: it has no constant weight"
-        return reason, "method: static, which quantizes products of two computed inputs"
+        kind = _KINDS[node.op_type]
+        return reason, f"method: static; name {kind} in `options.op_types`, or leave op_types out"
     if not is_first_quantized:
         reason = (
             "its input is not quantized: "

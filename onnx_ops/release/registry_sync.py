@@ -575,7 +575,7 @@ def fetch_files(context: Context, record: VersionRecord) -> str:
                 f"but {short_digest(record.manifest)} was registered",
                 where=f"{record.model}/{record.version}",
                 why="the artifact or the tags of the version were changed after the registration",
-                remedy="Run the pipeline again, or roll back to an intact version.",
+                remedy="Register a new release, or roll back to an intact version.",
             )
         return context.files.admit(folder, manifest)
 

@@ -65,7 +65,7 @@ def read_token(folder: Path) -> str:
         raise RefusedError(
             "the admin token is empty",
             where=str(path),
-            remedy="Delete the file; the server creates a new token.",
+            remedy="Delete the file, and start the server again. It creates a new token.",
         )
     return token
 

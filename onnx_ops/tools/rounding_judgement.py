@@ -329,9 +329,9 @@ def _judge_function(
             notes[f"the function without rounding was not compared: {error}"] = None
             return []
     result = make_parity_result(parity, "function")
-    text = "without its rounding, B computes " + (
-        "what A computes with B's weights"
+    text = "without its rounding, B " + (
+        "computes what A computes with B's weights"
         if parity.verdict is Verdict.PASS
-        else "another function than A"
+        else "was not found equal to A with B's weights"
     )
     return [replace(result, reason=f"{text}: {result.reason}")]

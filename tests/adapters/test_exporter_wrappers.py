@@ -225,7 +225,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "threshold": (
         lambda: sk("model_selection.FixedThresholdClassifier", mixed(logistic()), threshold=0.3),
         LABEL,
-        "does not contain the threshold",
+        "does not convert the threshold",
     ),
     "no converter": (
         lambda: mixed(sk("neighbors.NearestCentroid")),

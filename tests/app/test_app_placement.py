@@ -221,7 +221,7 @@ def test_remote_stage_with_other_store_raises_measurement_error_naming_both(
     asker: Project, tmp_path: Path
 ) -> None:
     other = project(tmp_path / "worker", store="elsewhere")
-    with pytest.raises(MeasurementError, match="did not execute this stage") as caught:
+    with pytest.raises(MeasurementError, match="did not complete this stage") as caught:
         asked(Nearby(other), asker, train_stage(asker))
     assert str(tmp_path / "elsewhere") in caught.value.why
     assert str(tmp_path / SHARED) in caught.value.why

@@ -146,7 +146,7 @@ def test_notification_of_failed_rollback_is_critical_and_of_failed_finish_warnin
 
 def test_notification_of_restored_endpoint_is_trouble() -> None:
     repair = replace(
-        START, kind=ActionKind.RESTORE, why="the endpoint differs from its expected state"
+        START, kind=ActionKind.RESTORE, why="the endpoint does not report its expected state"
     )
     assert only(repair).what is NotificationKind.TROUBLE
 

@@ -189,5 +189,5 @@ def test_write_balanced_like_with_invalid_record_raises_measurement_error(
     model = read_model(source)
     model.metadata_props.add(key=PROPERTY, value=recorded)
     write_model(model, derived)
-    with pytest.raises(MeasurementError, match="does not match the source model"):
+    with pytest.raises(MeasurementError, match="is not valid for the source model"):
         write_balanced_like(source, derived, tmp_path / "copy.onnx")

@@ -38,7 +38,7 @@ def read_test_data(folder: Path, *, where: str, label: str | None = None) -> Map
         return arrays
     if label not in outputs[0]:
         raise UserError(
-            f"the test data has no output {label!r}",
+            f"{sets[0].name} has no output {label!r}",
             where=where,
             remedy=suggest(label, outputs[0], f"It has: {', '.join(outputs[0])}."),
         )
@@ -112,6 +112,6 @@ def _join(name: str, sets: Sequence[Mapping[str, Array]], where: str) -> Array:
             f"tensor {name!r} cannot be joined over {len(sets)} sets of test data",
             where=where,
             why=f"it has the shapes {', '.join(found)} in {len(arrays)} sets",
-            remedy="Give every set this tensor, with the same shape apart from axis 0.",
+            remedy="Give every set this tensor, with an axis 0 and the same shape of a row.",
         )
     return np.concatenate(arrays)

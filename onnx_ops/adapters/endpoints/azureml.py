@@ -311,7 +311,7 @@ def _find_unused_deployments(names: Iterable[str], used: Set[str]) -> Iterator[O
     """Yield each of onnx-ops' deployments that is not in `used`."""
     for name in sorted(names):
         if name not in used:
-            why = "it has no traffic, and no endpoint state contains it"
+            why = "it has no traffic, and the endpoint's state does not contain it"
             yield OrphanedResource(kind="deployment", name=name, why=why, paid=True)
 
 

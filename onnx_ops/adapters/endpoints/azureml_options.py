@@ -45,7 +45,7 @@ class AzureOptions(LeaseOptions, ContainerOptions):
     control: Annotated[
         str, doc("Location of tables and models: abfs://CONTAINER@ACCOUNT.dfs.core.windows.net/….")
     ] = ""
-    reports: Annotated[str, doc("Location of the reports, in another container.")] = ""
+    reports: Annotated[str, doc("Location of the reports; must not overlap `control`.")] = ""
     instances: Annotated[int, Ge(1), Le(500)] = 1
     min_instances: _Instances = None
     max_instances: _Instances = None

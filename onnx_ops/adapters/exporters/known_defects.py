@@ -14,9 +14,9 @@ from onnx_ops.errors import UserError
 ConversionDefect = tuple[str, str, str]
 """The part that cannot be converted, the reason, and an alternative."""
 
-_SPARSE = "ONNX operators do not support sparse tensors"
+_SPARSE = "skl2onnx does not convert this step with sparse output"
 
-_DIFFERS = "in tests of onnx-ops, the converted model gave other answers than `predict`"
+_DIFFERS = "in tests of onnx-ops, the converted model gave other answers than its source"
 
 
 _WRONG_AS_STEP = ("KMeans", "MiniBatchKMeans")
@@ -56,7 +56,7 @@ def _xgboost(part: Any) -> Iterator[ConversionDefect]:
     if settings.get("num_parallel_tree") not in (None, 1):
         yield (
             "a forest of XGBoost",
-            "onnxmltools counts parallel trees as rounds of boosting",
+            "onnxmltools does not read num_parallel_tree",
             (
                 "Boost single trees (`num_parallel_tree: 1`), or use a forest of scikit-learn or "
                 "LightGBM."
@@ -69,8 +69,7 @@ def _xgboost(part: Any) -> Iterator[ConversionDefect]:
             "Use booster gbtree.",
         )
     others = {
-        "survival:cox": "Train with another objective, such as reg:squarederror on "
-        "the logarithm of the target.",
+        "survival:cox": "Train with another objective, such as reg:squarederror.",
         "reg:logistic": "For labels 0 and 1, train an XGBClassifier with binary:logistic. For "
         "other targets, train with reg:squarederror on the logit of the target.",
         "multi:softmax": "Use objective multi:softprob: `predict` returns the same classes.",
@@ -86,7 +85,7 @@ def _xgboost(part: Any) -> Iterator[ConversionDefect]:
     if "c" in (part.get_booster().feature_types or ()):
         yield (
             f"{name} with categories (enable_categorical)",
-            "onnxmltools cannot convert splits by category",
+            "onnx-ops does not convert splits by category",
             "Encode the column in a ColumnTransformer, with OrdinalEncoder or OneHotEncoder.",
         )
 
@@ -151,7 +150,7 @@ def _histogram_boosting(part: Any) -> Iterator[ConversionDefect]:
         yield (
             f"{name} with loss {part.loss}",
             _DIFFERS,
-            "Train with squared_error on the logarithm of the target.",
+            "Train with another loss, such as squared_error.",
         )
 
 
@@ -224,7 +223,7 @@ def _tree_embedding(part: Any) -> Iterator[ConversionDefect]:
 def _cluster_step(part: Any) -> Iterator[ConversionDefect]:
     yield (
         f"{type(part).__name__} as a step",
-        "the converted step returns the number of the cluster instead of the distances",
+        "the converted step returns the number of the cluster too, not only the distances",
         (
             "Remove the step, or use another transformer, "
             "such as KBinsDiscretizer or GaussianRandomProjection."
@@ -234,7 +233,7 @@ def _cluster_step(part: Any) -> Iterator[ConversionDefect]:
 
 def _gaussian_process(_: Any) -> Iterator[ConversionDefect]:
     reason = "its export requires the operator Solve, which ONNX Runtime does not implement"
-    yield "GaussianProcessClassifier", reason, "Use SVC(probability=True), or another classifier."
+    yield "GaussianProcessClassifier", reason, "Use another classifier, such as LogisticRegression."
 
 
 def _threshold(part: Any) -> Iterator[ConversionDefect]:
@@ -244,7 +243,7 @@ def _threshold(part: Any) -> Iterator[ConversionDefect]:
         f"Return the model's `estimator_`, and compare the probability with {threshold} in the "
         "application."
     )
-    yield name, "the converted model does not contain the threshold", remedy
+    yield name, "skl2onnx does not convert the threshold", remedy
 
 
 def _kernel_components(part: Any) -> Iterator[ConversionDefect]:

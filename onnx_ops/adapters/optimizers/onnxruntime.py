@@ -317,7 +317,7 @@ def _quantize(
         raise UserError(
             f"excluding {', '.join(names)} had no effect",
             where=f"variant {section.name}",
-            why="the quantizer cannot leave nodes of these types in float",
+            why="these nodes are quantized or missing in the result",
             remedy="Exclude the node that has the weights, or leave the excluded node out of "
             "`exclude`.",
         )

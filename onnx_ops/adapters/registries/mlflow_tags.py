@@ -49,7 +49,7 @@ def build_decision_tags(record: VariantRecord) -> dict[str, str]:
                 "the signed decision is too long for a tag of MLflow",
                 where=f"variant {record.variant} on {target}",
                 why=f"it has {len(text)} bytes, and the limit is {TAG_LIMIT}",
-                remedy="Use fewer gates for this target",
+                remedy="Use fewer gates for this target.",
             )
         tags[f"{DECISION}{target}"] = text.decode()
     return {**tags, EVIDENCE_DIGEST: str(record.evidence_digest())}

@@ -149,7 +149,7 @@ def _make_pictures(
         for name in FILTERS:
             made = _crop_center(_resize_shorter(source, shorter, name), height, width)
             if made is not None:
-                way = "resized to its shorter side and cropped at the center"
+                way = "resized by its shorter side and cropped at the center"
                 yield (f"{way}", name, np.clip(made, low, high))
     made = _crop_center(source, height, width)
     if made is not None:

@@ -85,7 +85,7 @@ def judge_state(state: AnalysisState, policy: AnalysisPolicy) -> AnalysisVerdict
 def _explain_shortage(missing: str, result: AnalysisResult, state: AnalysisState) -> str:
     if result.requests or not state.left_out_reason:
         return missing
-    return f"{missing}; the last interval was left out: {state.left_out_reason}"
+    return f"{missing}; an interval was left out: {state.left_out_reason}"
 
 
 def is_share_changed(before: tuple[int, int], now: tuple[int, int]) -> bool:

@@ -120,7 +120,7 @@ def _advise_outside(
     groups = ", ".join(sorted({m.group for m in differing}))
     yield rule.make_result(
         gate,
-        f"differs on inputs outside the domain: {groups}; {_describe(worst)}; "
+        f"differs on inputs that do not decide the gate: {groups}; {_describe(worst)}; "
         f"with `groups: {{{worst.group.partition(':')[0]}: fail}}`, the gate fails",
         estimate=None if worst.mismatch else worst.ratio,
         n=_count_rows(measurements, worst.output),
