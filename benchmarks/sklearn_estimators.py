@@ -11,6 +11,7 @@ not be fitted or gave no answers. Any other error ends this script with its trac
 from __future__ import annotations
 
 import tempfile
+import textwrap
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -39,12 +40,13 @@ elements.
 
 HEAD = """# Supported scikit-learn estimators
 
-This page lists every classifier and regressor of scikit-learn. Each of them is exported at opset 18, with its defaults
-and the arguments that it requires. The export is compared with its source on iris or diabetes, with two classes, two
-targets or one feature if the estimator accepts no others.
-`benchmarks/sklearn_estimators.py` writes this page.
+This page lists every classifier and regressor of scikit-learn. Each of them is fitted with its defaults and the
+arguments that it requires, and exported at opset 18. The export is compared with its source on iris or diabetes, with
+two classes, two targets or one feature if the estimator accepts no others. `benchmarks/sklearn_estimators.py` writes
+this page.
 
-*same*: the export gives the answers of its source. `UserError`, `StageError`: the export is refused.
+*same*: outputs differ by at most 0.1 % of their largest value, and at most 0.1 % of labels differ. `UserError`,
+`StageError`: the export is refused.
 """  # noqa: E501
 
 
@@ -59,7 +61,7 @@ def main() -> None:
     print(", ".join(f"{count} {what}" for what, count in counts.most_common()) + ".\n")
     print("| estimator | kind | outcome |\n|---|---|---|")
     for row in rows:
-        print("| " + " | ".join(part.replace("|", "/") for part in row) + " |")
+        print("| " + " | ".join(row) + " |")
 
 
 def estimators(kind: str) -> Iterator[tuple[str, Any]]:
@@ -76,11 +78,11 @@ def outcome(name: str, kind: str, make: Any) -> tuple[str, str, str]:
         try:
             model, rows = fitted(make, kind, rows, data.target)
         except Exception as error:  # An estimator for other kinds of data can raise any error.
-            return name, kind, f"not fitted: {short(error)}"
+            return name, kind, f"not fitted: {shorten(str(error))}"
         try:
             return name, kind, compare(model, rows)
         except OnnxOpsError as error:
-            return name, kind, f"{type(error).__name__}: {short(error)}"
+            return name, kind, f"{type(error).__name__}: {shorten(str(error))}"
 
 
 def fitted(make: Any, kind: str, rows: Any, target: Any) -> tuple[Any, Any]:
@@ -122,7 +124,7 @@ def compare(model: Any, rows: Any) -> str:
         try:
             expected = exporter.reference(model, {"x": rows}, "float64") or {}
         except ValueError as error:
-            return f"not asked: {short(error)}"
+            return f"not asked: {shorten(str(error))}"
         (answers,) = OnnxRuntime().run(path, Target(name="cpu"), ({"x": rows},))
     if absent := [name for name in expected if name not in answers]:
         return f"differs: the export has no output {absent[0]}"
@@ -140,8 +142,10 @@ def distance(answer: Any, expected: Any) -> float:
     return float(np.abs(answer - expected).max() / max(1e-30, np.abs(expected).max()))
 
 
-def short(error: Exception) -> str:
-    return " ".join(str(error).split())[:160]
+def shorten(message: str) -> str:
+    """Return a message for a table cell: at most 300 characters, cut between words."""
+    text = message.replace("|", "/")
+    return textwrap.shorten(text, 300, placeholder=" …", break_on_hyphens=False)
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ from sklearn.preprocessing import (
 from sklearn.random_projection import GaussianRandomProjection
 from sklearn.semi_supervised import SelfTrainingClassifier
 
-from benchmarks.sklearn_estimators import estimators
+from benchmarks.sklearn_estimators import estimators, shorten
 from onnx_ops.adapters.data.file import FileSource
 from onnx_ops.adapters.exporters.boosted import LightgbmExporter, XgboostExporter
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
@@ -548,7 +548,7 @@ def outcome(case: Case, folder: Path, endpoint: Endpoint) -> str:
         try:
             model = first_fitted(model, rows, arrays)
         except Exception as error:  # An estimator for other kinds of data can raise any error.
-            return f"not fitted: {short(str(error))}"
+            return f"not fitted: {shorten(str(error))}"
     else:
         y = label(kind, arrays, arrays["target"][:, 0])
         model.fit(rows, y, **({"group": [30] * (ROWS // 30)} if kind == "rank" else more))
@@ -559,7 +559,7 @@ def outcome(case: Case, folder: Path, endpoint: Endpoint) -> str:
     try:
         exporter.export(model, ExportRequest(section=section, samples=samples, path=path))
     except OnnxOpsError as error:
-        return f"refused: {short(str(error))}"
+        return f"refused: {shorten(str(error))}"
     if difference := find_difference(exporter, model, path, samples):
         return f"differs: {difference}"
     head = {column: array[:ASKED] for column, array in samples.items()}
@@ -592,7 +592,7 @@ def find_difference(
             # `not … <=` also reports NaN.
             return (
                 f"{measured.output} in {measured.group}, "
-                f"{short(measured.mismatch or f'{measured.ratio:.3g} x noise')}"
+                f"{shorten(measured.mismatch or f'{measured.ratio:.3g} x noise')}"
             )
     return ""
 
@@ -647,11 +647,11 @@ class Endpoint:
             state_of(deployment, **{f"v{version}": 100}), self.generation
         )
         if published.status != 200:
-            return f"not served: {short(published.body.decode())}"
+            return f"not served: {shorten(published.body.decode())}"
         for form, (body, content_type) in bodies(head).items():
             answer = self.server.call("POST", "/invocations", body, {"content-type": content_type})
             if answer.status != 200:
-                return f"not answered: {form}, {short(answer.body.decode())}"
+                return f"not answered: {form}, {shorten(answer.body.decode())}"
             predictions = answer.json()["predictions"]
             for name, expected in exact.items():
                 given = (
@@ -698,17 +698,13 @@ def bodies(head: Any) -> dict[str, tuple[bytes, str]]:
     }
 
 
-def short(text: str) -> str:
-    return " ".join(text.split())[:300].replace("|", "/")
-
-
 def run(case: Case, folder: Path, endpoint: Endpoint) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             result = outcome(case, folder, endpoint)
         except OnnxOpsError as error:
-            result = f"stopped: {short(str(error))}"
+            result = f"stopped: {shorten(str(error))}"
     print(f"| {case[0].replace('|', '/')} | {result} |", flush=True)
     return result.split(":")[0]
 
@@ -732,11 +728,11 @@ This page lists tabular models of scikit-learn, XGBoost and LightGBM, and whethe
 
 - Each model is fitted on columns of a CSV file, exported at the default opset, and compared with its source on all
   [groups of inputs](parity.md#groups-of-inputs) of the parity gate.
-- The model is then published to an endpoint server, which gets {ASKED} rows as records, as instances and as CSV. Some
-  cells are missing. The answers of the endpoint are compared with the source's.
+- The model is then published to an endpoint server, which gets {ASKED} rows as records, as instances and as CSV. In
+  many cases, some cells are missing. The answers of the endpoint are compared with the source's.
 
-In the names of cases, *mixed* means a pipeline with separate steps for numeric and categorical columns. The name
-after *mixed* is an option of the pipeline, or one of its steps.
+In the names of cases, *mixed* means a pipeline with separate steps for numeric and categorical columns. The text after
+*mixed* names an option or a step of the pipeline, or the kind of its target.
 """
 
 

@@ -1,4 +1,4 @@
-"""Draw the picture of the page "How a rollout is judged".
+"""Draw the picture of the page "How an A/B test is judged".
 
 It shows splits of 1,000 requests.
 

@@ -1,21 +1,21 @@
-// What onnx-ops needs in an Azure resource group and changes slowly. Endpoints and deployments belong to the pipeline.
+// Resources of an Azure resource group for onnx-ops. onnx-ops itself creates endpoints and deployments.
 // az deployment group create --resource-group ml --template-file infra/azure/onnx-ops.bicep --parameters repository=OWNER/NAME
 
-@description('Region of everything.')
+@description('Region of all resources.')
 param location string = resourceGroup().location
 
-@description('What names begin with: lower-case letters and digits.')
+@description('Prefix of names: lower-case letters and digits.')
 @minLength(3)
 @maxLength(10)
 param prefix string = 'onnxops'
 
-@description('OWNER/NAME of the GitHub repository whose workflows may release.')
+@description('OWNER/NAME of the GitHub repository whose workflows release.')
 param repository string
 
-@description('Environment of the jobs that release and promote; only they may, and those of the next.')
+@description('Environment of the jobs that release and promote. Azure trusts no job outside these two environments.')
 param environmentName string = 'production'
 
-@description('Environment of the job that rolls back, which waits for no reviewer.')
+@description('Environment of the job that rolls back. Give it no required reviewers, so that a rollback never waits.')
 param rollbackEnvironmentName string = 'rollback'
 
 var unique = uniqueString(resourceGroup().id)
@@ -51,7 +51,7 @@ resource versions 'Microsoft.Storage/storageAccounts/blobServices@2023-05-01' = 
   }
 }
 
-// Tables and models of endpoints with `traffic: table`; their instances only read it.
+// Tables and models of endpoints with `traffic: table`. Their instances only read them.
 resource control 'Microsoft.Storage/storageAccounts/blobServices/containers@2023-05-01' = {
   parent: versions
   name: 'control'
@@ -63,7 +63,7 @@ resource reports 'Microsoft.Storage/storageAccounts/blobServices/containers@2023
   name: 'reports'
 }
 
-// Former versions of reports have no use.
+// Old versions of reports are deleted, because nothing reads them.
 resource lifecycle 'Microsoft.Storage/storageAccounts/managementPolicies@2023-05-01' = {
   parent: storage
   name: 'default'
@@ -145,13 +145,13 @@ resource workspace 'Microsoft.MachineLearningServices/workspaces@2024-04-01' = {
   }
 }
 
-// Who runs onnx-ops: the reconciler's machine has this identity, and the workflows become it.
+// Identity that runs onnx-ops: that of the reconciler's machine and of the workflows.
 resource operator 'Microsoft.ManagedIdentity/userAssignedIdentities@2023-01-31' = {
   name: '${prefix}-operator'
   location: location
 }
 
-// The endpoints' own identity; the option `identity`.
+// Identity of the endpoints; the option `identity`.
 resource serving 'Microsoft.ManagedIdentity/userAssignedIdentities@2023-01-31' = {
   name: '${prefix}-serving'
   location: location
@@ -169,7 +169,7 @@ resource github 'Microsoft.ManagedIdentity/userAssignedIdentities/federatedIdent
   }
 }
 
-// One after the other: an identity takes one new credential at a time.
+// Azure adds credentials to an identity one after the other, so this one depends on the first.
 resource githubRollback 'Microsoft.ManagedIdentity/userAssignedIdentities/federatedIdentityCredentials@2023-01-31' = {
   parent: operator
   name: 'github-rollback'
@@ -185,7 +185,7 @@ resource githubRollback 'Microsoft.ManagedIdentity/userAssignedIdentities/federa
   }
 }
 
-// What the provider asks Azure for in the workspace, and nothing more: a test holds every request against it.
+// Permissions of the provider in the workspace. A test compares its requests with these permissions.
 resource releaser 'Microsoft.Authorization/roleDefinitions@2022-04-01' = {
   name: guid(resourceGroup().id, 'onnx-ops-releaser')
   properties: {
@@ -218,12 +218,13 @@ resource releaser 'Microsoft.Authorization/roleDefinitions@2022-04-01' = {
   }
 }
 
-// What lies beside the workspace: the endpoints' identity is handed to them, and `doctor` looks whether it may pull.
-resource neighbour 'Microsoft.Authorization/roleDefinitions@2022-04-01' = {
-  name: guid(resourceGroup().id, 'onnx-ops-neighbour')
+// Permissions in the resource group: to assign the identity of the endpoints, to configure autoscaling, and to let
+// `doctor` check whether this identity can pull the image.
+resource groupAccess 'Microsoft.Authorization/roleDefinitions@2022-04-01' = {
+  name: guid(resourceGroup().id, 'onnx-ops-group-access')
   properties: {
-    roleName: '${prefix} neighbour'
-    description: 'Hand over identities of the group, scale deployments, and see who may pull from its registries.'
+    roleName: '${prefix} group access'
+    description: 'Assign identities of the resource group, scale deployments, and read role assignments.'
     type: 'CustomRole'
     assignableScopes: [
       resourceGroup().id
@@ -253,16 +254,16 @@ resource releases 'Microsoft.Authorization/roleAssignments@2022-04-01' = {
   }
 }
 
-resource beside 'Microsoft.Authorization/roleAssignments@2022-04-01' = {
-  name: guid(resourceGroup().id, operator.id, neighbour.id)
+resource accessesGroup 'Microsoft.Authorization/roleAssignments@2022-04-01' = {
+  name: guid(resourceGroup().id, operator.id, groupAccess.id)
   properties: {
     principalId: operator.properties.principalId
     principalType: 'ServicePrincipal'
-    roleDefinitionId: neighbour.id
+    roleDefinitionId: groupAccess.id
   }
 }
 
-// The whole account: the models of `traffic: native`, and the containers `control` and `reports`.
+// Write access to the whole account: models of `traffic: native`, and the containers `control` and `reports`.
 resource uploads 'Microsoft.Authorization/roleAssignments@2022-04-01' = {
   name: guid(storage.id, operator.id, roles.blobContributor)
   scope: storage
@@ -273,7 +274,7 @@ resource uploads 'Microsoft.Authorization/roleAssignments@2022-04-01' = {
   }
 }
 
-// The models of `traffic: native`, in the workspace's own container.
+// Read access to the models of `traffic: native`, which are in a container of the workspace.
 resource downloads 'Microsoft.Authorization/roleAssignments@2022-04-01' = {
   name: guid(storage.id, serving.id, roles.blobReader)
   scope: storage

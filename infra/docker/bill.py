@@ -2,15 +2,15 @@
 
 Usage: bill.py BILL STATUS BASE REPORT... > COMPLETE
 
-Hashes of the Python packages and the packages of the system are added.
+It adds the hashes of the Python packages, and the packages of the system.
 
 - BILL: the output of `cyclonedx-py environment`.
 - STATUS: Debian's list of installed packages (/var/lib/dpkg/status).
 - BASE: the base image.
 - REPORT: the output of `pip install --report`.
 
-A package whose hash is not known ends this with an error. Debian keeps no hash of an installed
-package: such a component is known by name, version and architecture.
+The script fails if the hash of a Python package is not known. Debian keeps no hash of an installed
+package. Components of the system therefore have name, version and architecture only.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 #!/bin/sh
-# Make the environment that the image runs: install.sh REQUIREMENT CONSTRAINTS VENV REPORTS. The Dockerfiles and their
-# tests call it. REQUIREMENT is the project's folder, or `--requirement=FILE` with a line that names its wheel.
-# What it holds is the wheel with its extras `serve`, `s3` and `blob`, at the versions of CONSTRAINTS, and nothing else.
-# REPORTS is a folder for pip's report, which holds the hash of everything that it installed.
+# Create the environment that the image runs: install.sh REQUIREMENT CONSTRAINTS VENV REPORTS. The Dockerfiles and their
+# tests call it. REQUIREMENT is the folder of onnx-ops, or `--requirement=FILE` with a line that names its wheel.
+# The environment contains only the wheel and the packages of its extras `serve`, `s3` and `blob`, at the versions of
+# CONSTRAINTS. REPORTS is a folder for pip's report, which contains the hash of each installed package.
 set -eu
 requirement=$1
 constraints=$2

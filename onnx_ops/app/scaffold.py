@@ -93,9 +93,9 @@ PRESETS: Mapping[PresetName, Preset] = {
             "examples.digits_mlp": "models.train",
             "endpoint: digits\n": "endpoint: {name}\n",
             # Tutorials begin with a rollout that moves all traffic immediately, not with a canary.
-            "    # The first release has nothing to be compared with, "
-            "and gets all traffic immediately. A rollout of this example takes\n    # seconds, "
-            "since users are assigned anew every 5 s; by default every minute.\n": "",
+            "    # The first release gets all traffic immediately, because there is no other "
+            "version. Users are assigned again every\n    # 5 s instead of every minute, so that a "
+            "rollout of this example takes seconds.\n": "",
             "steps: [10%, 50%, 100%], guardrails: [errors, latency_p50, latency_p99], "
             "min_requests: [300, 1000], epoch: 5 s": "steps: [100%], scale_down_delay: 24h",
         },
@@ -250,16 +250,17 @@ def keep_gate_jobs(workflow: str) -> str:
 
 _GATES = """\
 # Run the gates of the pipelines that a commit affects. `judge` runs code of a pull request, and
-# `evaluate` merged code, whose metrics pull requests are compared with. Neither holds a key nor a
-# token that writes. `publish` writes the verdict as a check, and as a comment on a pull request.
+# `evaluate` runs merged code. Pull requests are compared with the metrics of `evaluate`. Neither
+# job has a key or a token that can write. `publish` writes the verdict as a check, and as a comment
+# on a pull request.
 """
 
 _RECORDING = (
     ("  judge:\n", "  evaluate:\n"),
     ("github.event_name == 'pull_request'", "github.event_name != 'pull_request'"),
     (
-        "# Never the runner of releases: code that ran there once could wait for the next release.",
-        "# Its results are kept in the cache of this branch, which pull requests can read.",
+        "# Never the runner of releases: a process of this code could wait for the next release.",
+        "# Its results are stored in the cache of this branch, which pull requests can read.",
     ),
     ("vars.ONNX_OPS_RUNNER_UNREVIEWED", "vars.ONNX_OPS_RUNNER_EVALUATION"),
     ("# A newer commit of the same pull request supersedes this one.\n    ", ""),

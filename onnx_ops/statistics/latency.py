@@ -186,10 +186,10 @@ def session_interval(
     """Return the log ratio over session pairs with its bounds.
 
     The blocks of a session pair share the memory layout and core of its sessions. A pair therefore
-    contributes one value, the median of its blocks. If blocks were used as independent samples, one
-    bound in five would be wrong instead of one in twenty. With few pairs, the signed-rank
-    distribution cannot reach the error rate (below seven pairs that of a look), and Student's
-    interval is used instead.
+    contributes one value, the median of its blocks. In simulations with blocks as independent
+    samples, up to 24 % of the verdicts at the limit were wrong
+    (docs/adr/0006-statistics-first-version.md). With few pairs, the signed-rank distribution cannot
+    reach the error rate (below seven pairs that of a look), and Student's interval is used instead.
 
     Returns:
         (estimate, low, high) of log(B / A); the bounds of a single pair are infinite.

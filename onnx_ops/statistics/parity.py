@@ -40,7 +40,8 @@ _ATOL_OF_RTOL = 1e-2
 DIVERGENCE_FACTOR = 16.0
 """Ratio of error to noise above which a value diverges.
 
-With 16, 153 of 189 injected faults are located at the faulty node or its successor.
+With 16, the 24 injected faults of `tests/measure/test_measure_parity.py` are located at the faulty
+node or its successor.
 """
 
 

@@ -306,7 +306,7 @@ def search_variant(
     The trials are recorded in `PATH.search.json`. The same search resumes after an interruption.
     `section.variants` holds the requested role. The metric is measured on the rows of
     `tuning_data`. `data` holds a digest of the rows for each use. If no model meets the budget, the
-    closest one is written beside `path`.
+    measured model with the smallest loss is written as `STEM.closest.onnx` beside `path`.
     """
     check_paths(source, path)
     key = digest_json(
@@ -381,14 +381,15 @@ def _suggest_options(result: SearchResult) -> str:
 
 
 def _keep_closest(result: SearchResult, path: Path) -> str:
-    """Write the model closest to the budget, and return a text with its path.
+    """Write the model with the smallest loss, and return a text with its path.
 
     The path is beside the requested path, where only a model within the budget is written. The text
-    is empty if the search names no closest model.
+    is empty if the search measured no model.
     """
     if result.closest is None:
         return ""
     made, trial = result.closest
     place = path.with_name(f"{path.stem}.closest{path.suffix}")
     _copy_with_weights(made, place)
-    return f", and {place.name} is the closest: {describe_trial(trial, result.record.metric)}"
+    description = describe_trial(trial, result.record.metric)
+    return f", and {place.name} has the smallest loss: {description}"

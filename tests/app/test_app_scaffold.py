@@ -15,7 +15,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from onnx_ops.app.scaffold import PRESETS, PresetName, scaffold, write_wheel
+from onnx_ops.app.scaffold import PRESETS, TEMPLATES, PresetName, scaffold, write_wheel
 from onnx_ops.cli.main import app
 from onnx_ops.errors import UserError
 
@@ -95,6 +95,13 @@ def test_scaffold_with_project_name_leaves_no_placeholder_and_no_missing_entrypo
         assert (folder / one["entrypoint"].partition(":")[0]).is_file()
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_renamed_text_of_preset_exists_in_pipeline(preset: PresetName) -> None:
+    chosen = PRESETS[preset]
+    text = (TEMPLATES / "pipelines" / chosen.pipeline).read_text(encoding="utf-8")
+    assert [old for old in chosen.renamed if old not in text] == []
+
+
 def test_scaffold_of_ci_only_has_no_registry_endpoint_or_secret(tmp_path: Path) -> None:
     scaffold(tmp_path / "fraud", "fraud", "ci-only")
     text = (tmp_path / "fraud/configs/pipelines/fraud.yaml").read_text(encoding="utf-8")
@@ -115,6 +122,8 @@ def test_recording_job_of_ci_only_equals_judge_except_for_step_event_runner_and_
     file = tmp_path / "fraud/.github/workflows/model-commit.yml"
     jobs = yaml.safe_load(file.read_text(encoding="utf-8"))["jobs"]
     judge, evaluate = jobs["judge"], jobs["evaluate"]
+    texts = re.split(r"\n  evaluate:\n", file.read_text(encoding="utf-8"))
+    assert ["runner of releases" in text for text in texts] == [True, False]
     assert evaluate["steps"][-1].pop("with") == {"step": "record"}
     assert evaluate["if"] == "github.event_name != 'pull_request'"
     assert "ONNX_OPS_RUNNER_EVALUATION" in evaluate["runs-on"]

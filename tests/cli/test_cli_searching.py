@@ -75,7 +75,8 @@ def test_quantize_auto_with_unreachable_budget_writes_closest_variant(folder: Pa
         "best.onnx.search.json",
     ]
     assert (
-        "best.onnx.search.json contains all trials, and best.closest.onnx is the closest: " in said
+        "best.onnx.search.json contains all trials, and best.closest.onnx has the smallest loss: "
+        in said
     )
     read_model(folder / "best.closest.onnx")
 

@@ -172,7 +172,7 @@ def test_dead_run_automation_marks_only_silent_run_as_crashed(
         state = client.read_flow_run(silent.id).state
         assert client.read_flow_run(ended.id).state_name == "GateFailed"
     assert state is not None
-    assert "its process and its worker are gone" in (state.message or "")
+    assert "the process and the worker have probably ended" in (state.message or "")
 
 
 def beat(run: str) -> ReleaseEvent:

@@ -103,6 +103,16 @@ def test_run_of_older_release_with_always_serves_it(scene: Scene) -> None:
     assert scene.traffic()["v1"] == 100
 
 
+@pytest.mark.parametrize("always", [False, True])
+def test_run_after_revert_serves_earlier_release_only_with_always(
+    scene: Scene, always: bool
+) -> None:
+    reverted = scene.publish("a")  # The earlier commit gives the earlier release.
+    assert reverted == "1"
+    assert run(scene, reverted, always=always).left == ("" if always else "2")
+    assert scene.traffic()["v1"] == (100 if always else 0)
+
+
 @pytest.mark.parametrize("by_hand", BY_HAND)
 def test_repeated_run_after_manual_promotion_moves_no_traffic_until_new_release(
     scene: Scene, by_hand: Callable[[Scene, str], None]

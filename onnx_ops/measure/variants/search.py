@@ -43,7 +43,7 @@ _END = {"end": True}
 class SearchResult:
     """The record of a search, and the model and trial of each filled role.
 
-    If no role was filled, `closest` is the model and trial closest to the budget.
+    If no role was filled, `closest` is the measured model and trial with the smallest loss.
     """
 
     record: SearchRecord
