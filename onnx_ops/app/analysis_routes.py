@@ -1,6 +1,7 @@
 """The HTTP API of the service of analyses.
 
-`/v1/rollouts` is for scripts.
+`/v1/rollouts` is for scripts. It also shows and forgets rollouts of Argo Rollouts and Flagger. The
+name of a rollout of Flagger is `NAMESPACE/NAME`, so a name in the path can contain slashes.
 
 `/v1/argo` is for the web metric of Argo Rollouts. A reply of 200 is a measurement: `fail` meets the
 failureCondition, `pass` the successCondition, and `inconclusive` neither of them, so that Argo
@@ -98,11 +99,15 @@ class AnalysisRoutes:
         return route(request, parts[3:])
 
     def _handle_rollout(self, request: AnalysisRequest, parts: list[str]) -> AnalysisReply:
-        """Start, show or forget a rollout, or add counts to it."""
-        fields = parse_query(request.query)
-        is_counts = len(parts) == 3 and parts[2] == "counts"
-        if len(parts) != 2 and not is_counts:
+        """Start, show or forget a rollout, or add counts to it.
+
+        In GET and DELETE requests, `counts` at the end of the path is part of the name.
+        """
+        if len(parts) < 2:
             raise NotFoundError("no such address")
+        fields = parse_query(request.query)
+        has_body = request.method in ("PUT", "POST")
+        is_counts = has_body and len(parts) > 2 and parts[-1] == "counts"
         names = {
             name: check_name(fields[name], name)
             for name in ("stable", "canary", "checksum")
@@ -110,7 +115,7 @@ class AnalysisRoutes:
         }
         key = RolloutKey(
             analysis=check_name(parts[0], "analysis"),
-            rollout=check_name(parts[1], "rollout"),
+            rollout=check_name("/".join(parts[1:-1] if is_counts else parts[1:]), "rollout"),
             **names,
         )
         match request.method, is_counts:

@@ -381,6 +381,7 @@ def make_document(state: AnalysisState, verdict: AnalysisVerdict) -> dict[str, A
         "rollout": state.key.rollout,
         "stable": state.stable or state.key.stable,
         "canary": state.canary or state.key.canary,
+        "checksum": state.key.checksum,
         "step": state.step,
         "requests": {"canary": canary, "stable": stable},
         "intervals": len(state.intervals),

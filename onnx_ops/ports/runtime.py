@@ -187,7 +187,8 @@ class Runtime(Plugin):
         """Load models alternately in fresh processes, and time requests to each process.
 
         Raises:
-            MeasurementError: a process crashed, or could not run its model.
+            MeasurementError: a process could not run its model.
+            StageError: a process crashed, or did not answer in time.
         """
 
     def rewritten(self, model: Path, target: Target, copy: Path) -> None:

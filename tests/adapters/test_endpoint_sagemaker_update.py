@@ -48,8 +48,12 @@ def test_sagemaker_update_reverted_by_service_raises_infrastructure_error(
     before = replace(site.state(blue=100), generation=1)
     site.provider.apply(config, before, generation=1)
     site.fake.behave(taken_back="the bake was not good", lag=lag)
-    with pytest.raises(InfrastructureError, match=r"reverted the update \(the bake was not good\)"):
+    with pytest.raises(
+        InfrastructureError, match=r"reverted the update \(the bake was not good\)"
+    ) as reverted:
         site.apply(2, config, green=100)
+    # A guarded update shifts traffic before SageMaker reverts it.
+    assert "new instances can also have answered requests" in reverted.value.remedy
     assert site.observed(config).is_equivalent(before)
     assert site.invoke(config.endpoint) == ("blue", 2.0)
 

@@ -152,6 +152,15 @@ def test_notifiers_escape_mentions_in_quoted_text(tracker: Tracker, tmp_path: Pa
     assert "<!channel>" not in text
 
 
+def test_format_message_text_from_user_has_no_automatic_links_or_mentions() -> None:
+    notice = replace(ROLLED_BACK, why="@everyone see https://evil and #general", actor="@channel")
+    message = format_message(notice)
+    section, context = message["blocks"]
+    assert section["text"]["verbatim"] is True
+    assert all(element["verbatim"] is True for element in context["elements"])
+    assert re.search(r"@\w", message["text"]) is None
+
+
 def test_format_message_with_long_reason_cuts_it() -> None:
     block = format_message(replace(ROLLED_BACK, why="&" * 5000))["blocks"][0]
     assert len(block["text"]["text"]) <= 3000

@@ -16,7 +16,7 @@ from onnx_ops.adapters.runtimes import cold_start
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
 from onnx_ops.domain.execution import SessionSettings
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementError
+from onnx_ops.errors import MeasurementError, StageError
 from onnx_ops.ports import StartSchedule
 from onnx_ops.testing.models import rows
 from tests.adapters.runtime_places import write_identity
@@ -76,20 +76,20 @@ def measure_child(folder: Path, monkeypatch: pytest.MonkeyPatch, module: str) ->
         ("print('{\"load_ns\": 1}')\nraise SystemExit(3)", "exit code 3"),
     ],
 )
-def test_cold_start_with_failed_process_or_invalid_answer_raises_measurement_error(
+def test_cold_start_with_failed_process_or_invalid_answer_raises_stage_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, expected: str
 ) -> None:
-    with pytest.raises(MeasurementError, match=expected) as caught:
+    with pytest.raises(StageError, match=expected) as caught:
         measure_child(tmp_path, monkeypatch, module)
     assert caught.value.where == "m.onnx"
     assert ("last words" in caught.value.why) == ("last words" in module)
 
 
-def test_cold_start_with_hanging_process_raises_measurement_error(
+def test_cold_start_with_hanging_process_raises_stage_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cold_start, "TIMEOUT_S", 0.2)
-    with pytest.raises(MeasurementError, match="did not answer within"):
+    with pytest.raises(StageError, match="did not answer within"):
         measure_child(tmp_path, monkeypatch, "import time\ntime.sleep(3600)")
 
 

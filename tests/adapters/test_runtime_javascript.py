@@ -14,6 +14,7 @@ import psutil
 import pytest
 from onnx import helper
 
+from onnx_ops.adapters.isolation.environments import NpmPackages
 from onnx_ops.adapters.runtimes.javascript.runtime import DRIVER, WEB, BrowserRuntime, NodeRuntime
 from onnx_ops.domain.artifact import digest_bytes
 from onnx_ops.domain.execution import Environment, Provider, SessionSettings
@@ -251,6 +252,24 @@ def test_node_runtime_after_kill_raises_stage_error_and_restarts(
             measure(node, "benchmark", file, NODE)
     assert killed.value.where == "target node"
     assert node.run(file, NODE, (rows(2),))[0]["scores"].shape[0] == 2
+
+
+def test_node_facts_after_kill_of_session_process_raises_stage_error(
+    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library is replaced by one that ends the process which builds the session."""
+    require("node")
+    library = tmp_path / "node_modules" / "onnxruntime-node" / "index.js"
+    library.parent.mkdir(parents=True)
+    library.write_text(
+        'exports.listSupportedBackends = () => [{ name: "cpu" }];\n'
+        'exports.InferenceSession = { create: () => process.kill(process.pid, "SIGKILL") };\n'
+    )
+    monkeypatch.setattr(NpmPackages, "installed", lambda *_: tmp_path)
+    runtime = NodeRuntime(folder=tmp_path)
+    with pytest.raises(StageError, match="builds the session ended with signal SIGKILL"):
+        runtime.facts(file, NODE)
+    runtime._held.stop()
 
 
 @pytest.mark.nightly

@@ -97,6 +97,20 @@ def test_flagger_canary_of_next_checksum_starts_again(client: AnalysisClient) ->
     assert call(client, "rollback") == 200
 
 
+@pytest.mark.parametrize("slash", ["/", "%2F"])
+@pytest.mark.parametrize("name", ["shop", "counts"])
+def test_flagger_rollout_is_shown_and_forgotten_by_namespace_and_name(
+    client: AnalysisClient, name: str, slash: str
+) -> None:
+    call(client, "pre-rollout", name=name, metadata={"stable": "shop-primary", "canary": "shop"})
+    path = f"/v1/rollouts/web/prod{slash}{name}?stable=shop-primary&canary=shop&checksum="
+    document = client.send("GET", f"{path}85d557f47b").json()
+    assert (document["rollout"], document["checksum"]) == (f"prod/{name}", "85d557f47b")
+    assert client.send("GET", f"{path}other").status_code == 404
+    assert client.send("DELETE", f"{path}85d557f47b").json() == {"forgotten": True}
+    assert client.send("GET", f"{path}85d557f47b").status_code == 404
+
+
 def test_flagger_without_usable_counts_neither_starts_nor_rolls_back(
     client: AnalysisClient,
 ) -> None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -19,6 +20,7 @@ from onnx_ops.attestation import TrustedKeys, read_envelope, sign_record
 from onnx_ops.domain.attestation import Envelope, OverrideRecord
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.errors import OnnxOpsError, RefusedError
+from onnx_ops.integrations.mlflow_app import store
 from onnx_ops.integrations.mlflow_app.guard import (
     Configuration,
     folded,
@@ -291,6 +293,16 @@ class TestPolicy:
         scene.set_alias(CHAMPION, "1")
         scene.set_alias("other", "1")
 
+    def test_delete_alias_with_other_case_of_model_is_refused_by_rule_of_model(
+        self, tmp_path: Path
+    ) -> None:
+        scene = Guarded(
+            tmp_path, policy=f'rules: [{{models: "{MODEL}", aliases: "prod", users: [alice]}}]'
+        )
+        scene.guard.delete_alias("alice", MODEL.upper(), "prod")
+        with pytest.raises(RefusedError, match=f"prod of {MODEL} was not deleted"):
+            scene.guard.delete_alias("bob", MODEL.upper(), "prod")
+
 
 class TestOverride:
     def test_override_by_permitted_user_allows_alias_and_is_signed(self, ruled: Guarded) -> None:
@@ -370,6 +382,18 @@ def test_read_configuration_with_invalid_setting_raises_onnx_ops_error(
     assert read_configuration(right).basic_auth
     with pytest.raises(OnnxOpsError, match=reason):
         read_configuration(right | changes)
+
+
+def test_find_registered_with_other_case_of_model_returns_stored_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """MLflow over MySQL: a read ignores case, and a search does not."""
+    server = SimpleNamespace(
+        get_registered_model=lambda _: SimpleNamespace(name=MODEL),
+        search_model_versions=lambda query, **_: [1] if f"name = '{MODEL}'" in query else [],
+    )
+    monkeypatch.setattr(store, "_store", lambda: server)
+    assert store.ServerStore().find_registered(MODEL.upper()) == MODEL
 
 
 def test_read_configuration_without_settings_returns_defaults() -> None:

@@ -301,6 +301,27 @@ def test_server_start_with_invalid_configuration_exits_1(
 
 
 @pytest.mark.nightly
+def test_server_start_with_mlflow_without_guarded_handler_exits_1(veto_home: Path) -> None:
+    """The look-up of the application is that of MLflow's server, before it starts workers."""
+    program = (
+        "from mlflow.server import _is_factory, app\n"
+        "del app.view_functions['_set_model_version_tag']\n"
+        "_is_factory('onnx_ops.integrations.mlflow_app:create_app')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=server_environment(veto_home, ONNX_OPS_BASIC_AUTH="", ONNX_OPS_PROMOTION_POLICY=""),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "onnx-ops refuses to start MLflow" in done.stderr
+    assert "it lacks _set_model_version_tag" in done.stderr
+
+
+@pytest.mark.nightly
 def test_graphql_schema_has_no_registry_mutation() -> None:
     """If a later MLflow adds such mutations, the guard must check them too."""
     program = (

@@ -118,17 +118,16 @@ def judged(
 
 @dataclass
 class MemoryVersions(ServerStore):
-    """The store of a server, in memory."""
+    """The store of a server, in memory; as in MySQL, names of models are found without case."""
 
     kept: dict[tuple[str, str], StoredVersion] = field(default_factory=dict)
 
     def find(self, model: str, version: str) -> StoredVersion | None:
         return self.kept.get((model, version))
 
-    def registered_here(self, model: str) -> bool:
-        return any(
-            name == model and RELEASE in found.tags for (name, _), found in self.kept.items()
-        )
+    def find_registered(self, model: str) -> str | None:
+        names = (name for (name, _), found in self.kept.items() if RELEASE in found.tags)
+        return next((name for name in names if name.casefold() == model.casefold()), None)
 
     def aliases(self, model: str) -> Mapping[str, str]:
         return {

@@ -40,7 +40,10 @@ _STALE_READS = 12
 """Number of reads that can be stale after an accepted request."""
 _CONFIRMATIONS = 3
 """Number of reads that must show a failure, since a single read can be stale."""
-_TAKEN_BACK = "The traffic is unchanged. See the alarms and the log of the version that failed."
+_TAKEN_BACK = (
+    "The earlier instances have all traffic. During a guarded update, new instances can also have "
+    "answered requests. See the alarms and the log of the new instances."
+)
 
 
 class EndpointUpdate:

@@ -64,29 +64,43 @@ class WebhookNotifier(Notifier):
 
 
 def format_message(notification: Notification) -> dict[str, Any]:
-    """Return Slack's message: `text` for notifications, `blocks` for the channel."""
+    """Return Slack's message: `text` for notifications, `blocks` for the channel.
+
+    Other chats show only `text`.
+    """
     title = f"{_SIGNS[notification.severity]} *{_escaped(notification.title)}*"
     lines = [f"*Why:* {_escaped(notification.why)}"] if notification.why else []
     lines += [
         f"*{purpose}:* `{_escaped(command)}`" for purpose, command in notification.commands.items()
     ]
     lines += [f"<{_escaped(notification.link)}|Open the registry>"] if notification.link else []
+    plain = "\n".join([notification.title, *notification.lines])
     foot = f"entry {notification.sequence} of the ledger, by {_escaped(notification.actor)}"
     return {
-        "text": _cut(_escaped("\n".join([notification.title, *notification.lines]))),
+        "text": _cut(_split_mentions(_escaped(plain))),
         "blocks": [
-            {
-                "type": "section",
-                "text": {"type": "mrkdwn", "text": _cut("\n".join([title, *lines]))},
-            },
-            {"type": "context", "elements": [{"type": "mrkdwn", "text": _cut(foot)}]},
+            {"type": "section", "text": _make_text("\n".join([title, *lines]))},
+            {"type": "context", "elements": [_make_text(foot)]},
         ],
     }
+
+
+def _make_text(text: str) -> dict[str, Any]:
+    """Return a text object in which Slack links only what the markup links.
+
+    Without `verbatim`, Slack also makes links of URLs and of names of channels and users.
+    """
+    return {"type": "mrkdwn", "text": _cut(text), "verbatim": True}
 
 
 def _escaped(text: str) -> str:
     """Escape characters that Slack would read as a link or a mention."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _split_mentions(text: str) -> str:
+    """Insert a zero-width space after each `@`, so that `@channel` is not a mention."""
+    return text.replace("@", "@\u200b")
 
 
 def _cut(text: str) -> str:

@@ -25,7 +25,7 @@ from onnx_ops.adapters.runtimes.onnxruntime_session import (
 )
 from onnx_ops.adapters.runtimes.ort_format import prepare_model_file
 from onnx_ops.domain.target import Target
-from onnx_ops.errors import MeasurementError, OnnxOpsError, describe_exit, from_document
+from onnx_ops.errors import OnnxOpsError, StageError, describe_exit, from_document
 from onnx_ops.ports.data import Tensors
 from onnx_ops.ports.runtime import StartSamples, StartSchedule
 from onnx_ops.scratch import Scratch
@@ -62,8 +62,9 @@ def measure_start(
         in `ports.StartSamples`.
 
     Raises:
-        MeasurementError: the machine lacks a requirement of the target, or the process fails or
-            exceeds `TIMEOUT_S`.
+        MeasurementError: the machine lacks a requirement of the target, or ONNX Runtime refuses
+            the model.
+        StageError: the process crashes or exceeds `TIMEOUT_S`.
     """
     check_machine(target)
     loaded = prepare_model_file(model, target)
@@ -80,7 +81,7 @@ def measure_start(
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            raise MeasurementError(
+            raise StageError(
                 f"a fresh process did not answer within {TIMEOUT_S:g} s and was stopped",
                 where=model.name,
             ) from error
@@ -92,7 +93,7 @@ def measure_start(
     if "error" in answer:
         raise from_document(answer["error"])
     if done.returncode or not answer:
-        raise MeasurementError(
+        raise StageError(
             f"a fresh process that loads the model ended with {describe_exit(done.returncode)}",
             where=model.name,
             why="\n".join(done.stderr.splitlines()[-15:]) or "the process printed nothing",

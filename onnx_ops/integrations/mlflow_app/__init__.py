@@ -3,8 +3,8 @@
 The app runs inside `mlflow server --app-name onnx-ops`, and checks changes from the UI and the API.
 
 MLflow looks up `create_app` before it starts its workers, and again in each worker. A worker that
-cannot start is restarted forever. An invalid configuration must therefore end the process at the
-first look-up, with one message.
+cannot start is restarted forever. An invalid configuration, or an MLflow that cannot be guarded,
+must therefore end the process at the first look-up, with one message.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class Guard:
         if stored is None:
             return
         record = read_record(stored.model, stored.version, stored.tags)
-        if record is None and not self._versions.registered_here(stored.model):
+        if record is None and self._versions.find_registered(stored.model) is None:
             return
         done = f"{alias} was not set on version {stored.version} of {stored.model}"
         self._permit(user, stored.model, alias, done)
@@ -153,8 +153,9 @@ class Guard:
 
     def delete_alias(self, user: str, model: str, alias: str) -> None:
         """Check a request to delete an alias, which requires the permission to set it."""
-        if self._configuration.policy is not None and self._versions.registered_here(model):
-            self._permit(user, model, alias, f"{alias} of {model} was not deleted")
+        name = self._versions.find_registered(model)
+        if name is not None:
+            self._permit(user, name, alias, f"{alias} of {name} was not deleted")
 
     def set_tag(self, user: str, model: str, version: str, key: str, value: str) -> None:
         """Check a request to set a tag of a version that onnx-ops registered.
@@ -217,7 +218,7 @@ class Guard:
             if stored is not None
             else []
         )
-        if stored is not None and aliases and self._versions.registered_here(stored.model):
+        if stored is not None and aliases and self._versions.find_registered(stored.model):
             with _prefix_refusals(f"version {stored.version} of {stored.model} was not deleted"):
                 raise RefusedError(
                     f"it has {', '.join(aliases)}",
@@ -226,23 +227,25 @@ class Guard:
 
     def delete_model(self, model: str) -> None:
         """Check a request to delete a registered model, which must have no guarded alias."""
-        if not self._versions.registered_here(model):
+        name = self._versions.find_registered(model)
+        if name is None:
             return
         aliases = [
-            f"{name} on version {n}"
-            for name, n in self._versions.aliases(model).items()
-            if guarded(name)
+            f"{alias} on version {version}"
+            for alias, version in self._versions.aliases(name).items()
+            if guarded(alias)
         ]
         if aliases:
-            with _prefix_refusals(f"model {model} was not deleted"):
+            with _prefix_refusals(f"model {name} was not deleted"):
                 raise RefusedError(
                     f"it has {', '.join(sorted(aliases))}", remedy="Delete those aliases first."
                 )
 
     def rename_model(self, model: str) -> None:
         """Refuse to rename a model of which onnx-ops registered a version."""
-        if self._versions.registered_here(model):
-            with _prefix_refusals(f"model {model} was not renamed"):
+        name = self._versions.find_registered(model)
+        if name is not None:
+            with _prefix_refusals(f"model {name} was not renamed"):
                 raise RefusedError(
                     "every decision about its versions is signed for this name, "
                     "and endpoints are bound to it",

@@ -43,13 +43,15 @@ def create_app() -> FastAPI | Flask:
 
 
 def refuse_to_start_wrong() -> None:
-    """Exit with the reason if the configuration of the application is invalid.
+    """Exit with the reason if the configuration is invalid, or MLflow cannot be guarded.
 
     With basic-auth, the first user is created if it does not exist.
     """
     from mlflow.exceptions import MlflowException
+    from mlflow.server import app
 
     try:
+        require_handlers(app)
         if read_configuration(os.environ).basic_auth:
             from mlflow.server import auth
 
@@ -83,24 +85,36 @@ CHECKS: Mapping[str, Check] = {
 }
 """Checks of requests, by the name of MLflow's handler."""
 
+_FUNCTIONS = ("_get_model_registry_store", "_get_request_message", "catch_mlflow_exception")
+"""Functions of MLflow's module of handlers that the guard calls."""
+
+
+def require_handlers(app: Flask) -> None:
+    """Check that MLflow has the handlers and functions that the guard needs.
+
+    Raises:
+        UserError: this MLflow lacks one of them.
+    """
+    from mlflow.server import handlers
+
+    missing = [name for name in CHECKS if name not in app.view_functions]
+    missing += [name for name in _FUNCTIONS if not hasattr(handlers, name)]
+    if missing:
+        raise UserError(
+            "the plugin cannot guard this version of MLflow",
+            why=f"it lacks {', '.join(sorted(missing))}",
+            remedy="Install mlflow>=3.17,<4 as onnx-ops requires.",
+        )
+
 
 def install(app: Flask, guard: Guard) -> None:
     """Make the guard check the requests of `CHECKS` before MLflow handles them.
 
-    Raises:
-        UserError: this MLflow lacks a handler that the guard checks.
+    The application must have passed `require_handlers`.
     """
     from mlflow.exceptions import MlflowException
     from mlflow.protos import databricks_pb2, model_registry_pb2
     from mlflow.server import handlers
-
-    missing = sorted(name for name in CHECKS if name not in app.view_functions)
-    if missing or not hasattr(handlers, "_get_request_message"):
-        raise UserError(
-            "the plugin cannot guard this version of MLflow",
-            why=f"it lacks {', '.join(missing) or '_get_request_message'}",
-            remedy="Install mlflow>=3.17,<4 as onnx-ops requires.",
-        )
 
     @handlers.catch_mlflow_exception  # type: ignore[untyped-decorator]
     def check_request() -> None:

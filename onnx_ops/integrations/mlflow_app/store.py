@@ -51,22 +51,18 @@ class ServerStore:
             description=stored.description or "",
         )
 
-    def registered_here(self, model: str) -> bool:
-        """Return whether onnx-ops registered any version of the model.
+    def find_registered(self, model: str) -> str | None:
+        """Return the stored name of a model if onnx-ops registered any version of it.
 
-        A name that does not match `_PLAIN` cannot be part of the query. The stored spelling of the
-        name is then used; if it does not match either, the result is False.
+        The query needs the stored spelling: MLflow compares names with case in a query, even if its
+        database ignores case. A name that does not match `_PLAIN` cannot be part of the query.
         """
-        stored = (
-            None
-            if _PLAIN.fullmatch(model)
-            else _unless_absent(lambda: _store().get_registered_model(model))
-        )
-        name = model if stored is None else str(stored.name)
+        stored = _unless_absent(lambda: _store().get_registered_model(model))
+        name = "" if stored is None else str(stored.name)
         if not _PLAIN.fullmatch(name):
-            return False
+            return None
         query = f"name = '{name}' AND tags.{RELEASE} LIKE 'sha256:%'"
-        return bool(_store().search_model_versions(query, max_results=1))
+        return name if _store().search_model_versions(query, max_results=1) else None
 
     def aliases(self, model: str) -> Mapping[str, str]:
         """Return versions by alias; empty for an unknown model."""

@@ -50,7 +50,7 @@ _MAX_INLINE_BODY = 1 << 20
 
 Only the header of such a body is text.
 """
-_MAX_REPLICA_BYTES = 64 << 20
+MAX_REPLICA_BYTES = 64 << 20
 """Size in bytes of a model above which it has no control replica.
 
 Larger models do not stay in the processor's caches at any share of the traffic. A replica of them
@@ -267,6 +267,18 @@ class TableRevision:
             slots=slots,
             split_number=before.split_number + is_other_split,
         )
+
+
+def find_control(table: RoutingTable) -> Deployment | None:
+    """Return the deployment that needs a control replica; None if none needs one.
+
+    A control replica is needed if exactly two deployments get traffic, and their shares differ.
+    """
+    weights = table.state.split.weights
+    serving = [d for d in table.state.deployments if weights.get(d.name)]
+    if len(serving) != 2 or weights[serving[0].name] == weights[serving[1].name]:
+        return None
+    return max(serving, key=lambda deployment: weights[deployment.name])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -601,17 +613,11 @@ class LoadedDeployments:
     ) -> ControlReplica | None:
         """Return the control replica; None if it is not needed or cannot be loaded.
 
-        A control replica is needed if exactly two deployments get traffic, and their shares differ.
-        A model of more than `_MAX_REPLICA_BYTES` has none.
+        A model of more than `MAX_REPLICA_BYTES` has none.
         """
-        shares = sorted(
-            (weight, name) for name, weight in table.state.split.weights.items() if weight
-        )
-        if len(shares) != 2 or shares[0][0] == shares[1][0]:
-            return None
-        _, (_, name) = shares
-        loaded = deployments.get(name)
-        if loaded is None or loaded.size_bytes > _MAX_REPLICA_BYTES:
+        control = find_control(table)
+        loaded = None if control is None else deployments.get(control.name)
+        if loaded is None or loaded.size_bytes > MAX_REPLICA_BYTES:
             return None
         controls = [
             s.control

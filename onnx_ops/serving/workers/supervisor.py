@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -48,8 +48,9 @@ from onnx_ops.scratch import write_durably
 from onnx_ops.serving.admin import AdminApp, AdminOperations, AuditTrail, read_token
 from onnx_ops.serving.http.limits import ConnectionLimits, HostPolicy
 from onnx_ops.serving.http.protocol import HttpProtocol, serve_connections
-from onnx_ops.serving.inference.deployments import TableRevision
+from onnx_ops.serving.inference.deployments import MAX_REPLICA_BYTES, TableRevision, find_control
 from onnx_ops.serving.inference.integrity import COPIES_FOLDER, ModelCopies, TrustPolicy
+from onnx_ops.serving.inference.models import measure_folder
 from onnx_ops.serving.metrics import (
     EPOCH_FAILURES,
     LAPSED,
@@ -384,7 +385,7 @@ class Supervisor:
             try:
                 revision = self._publisher.build_revision(desired)
                 started_at = time.monotonic()
-                await self._try_new(state, before)
+                await self._try_new(revision.table, before)
                 # The trial load and the workers' loads share one time limit.
                 await self._pool.prepare(revision, _PREPARE_S - (time.monotonic() - started_at))
                 self._shadows.start(revision)
@@ -421,17 +422,41 @@ class Supervisor:
                 "the binding of the server could not be written", why=str(error)
             ) from error
 
-    async def _try_new(self, state: EndpointState, before: EndpointState | None) -> None:
-        """Load the deployments that the workers do not have, in a trial process.
+    async def _try_new(self, table: RoutingTable, before: EndpointState | None) -> None:
+        """Load the models that the workers do not have, in a trial process.
 
         A deployment that crashes its process then crashes the trial process and not a worker.
         """
-        failed = self.get_state().failed
+        state, failed = table.state, self.get_state().failed
         loaded = {d for d in _list_deployments(before, self._previous) if d.name not in failed}
-        if new := [d for d in state.deployments if d not in loaded]:
-            shadows = [d.name for d in new if state.split.shadow.get(d.name)]
-            plan = LoadPlan(size=self._options.workers, pids=self._pool.pids, shadows=shadows)
+        new = [d for d in state.deployments if d not in loaded]
+        control = self._find_new_control(table, new)
+        plan = LoadPlan(
+            size=self._options.workers,
+            pids=self._pool.pids,
+            shadows=[d.name for d in new if state.split.shadow.get(d.name)],
+            has_control=control is not None,
+        )
+        if control is not None:
+            new.append(replace(control, name=f"control replica of {control.name}"))
+        if new:
             await run_trial_load(new, self._folder, self._options, plan, limit_s=_PREPARE_S)
+
+    def _find_new_control(
+        self, table: RoutingTable, new: Collection[Deployment]
+    ) -> Deployment | None:
+        """Return the deployment of the control replica that the workers must load, if any.
+
+        They keep the control replica of the current table if the next table needs the same one.
+        """
+        control, current = find_control(table), self._publisher.current
+        if control is None:
+            return None
+        is_kept = current is not None and find_control(current.table) == control
+        if is_kept and control not in new:
+            return None
+        is_large = measure_folder(Path(control.location)) > MAX_REPLICA_BYTES
+        return None if is_large else control
 
     async def run(self, admin: list[tuple[socket.socket, str | None, str]]) -> None:
         """Serve until SIGTERM or SIGINT.

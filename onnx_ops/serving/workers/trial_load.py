@@ -39,7 +39,7 @@ from onnx_ops.serving.workers.memory_admission import (
     estimate_restarts,
     measure_memory,
 )
-from onnx_ops.serving.workers.worker import PACKED_FOLDER, load_deployment
+from onnx_ops.serving.workers.worker import CONTROL_PACKED_FOLDER, PACKED_FOLDER, load_deployment
 from onnx_ops.serving.workers.worker_pool import fork_child, prefer_for_oom_kill, wait_exit
 
 _log = logging.getLogger(__name__)
@@ -86,11 +86,13 @@ class LoadPlan:
         size: number of workers.
         pids: process ids of the current workers.
         shadows: names of deployments for which a shadow process starts too.
+        has_control: whether the last deployment is loaded as a control replica.
     """
 
     size: int
     pids: Collection[int]
     shadows: Collection[str] = ()
+    has_control: bool = False
 
 
 async def measure_cold_start(
@@ -190,6 +192,7 @@ async def _run_process(
         InfrastructureError: the process crashed, or exceeded its time or the available memory.
     """
     pids = plan.pids if plan is not None else ()
+    has_control = plan is not None and plan.has_control
     others = (
         plan.size - 1
         if plan is not None and meter is not None and HOST not in meter.available_bytes
@@ -201,7 +204,9 @@ async def _run_process(
     ):
         files = report.fileno(), output.fileno()
         pid = fork_child(
-            partial(_run_trial, deployments, folder, options, pids, others, *files, limit_s),
+            partial(
+                _run_trial, deployments, folder, options, has_control, pids, others, *files, limit_s
+            ),
             keep=files,
         )
         watching = (
@@ -239,6 +244,7 @@ def _run_trial(
     deployments: Sequence[Deployment],
     folder: Path,
     options: ServerOptions,
+    has_control: bool,
     workers: Collection[int],
     others: int,
     report: int,
@@ -248,6 +254,7 @@ def _run_trial(
     """Run the trial, and write its report or error into `report`.
 
     Args:
+        has_control: whether the last deployment is loaded as a control replica.
         workers: process ids of the workers whose memory limits are adopted.
         others: number of other processes whose memory is allocated too. All processes share a limit
             that cannot be read.
@@ -262,8 +269,9 @@ def _run_trial(
         sizes, packed = [_measure_private_bytes()], _list_packed(folder)
         started_at = time.perf_counter()
         models = []
-        for deployment in deployments:
-            models.append(load_deployment(deployment, folder, options))
+        for number, deployment in enumerate(deployments, 1):
+            control = has_control and number == len(deployments)
+            models.append(load_deployment(deployment, folder, options, control=control))
             sizes.append(_measure_private_bytes())
         seconds = time.perf_counter() - started_at
         for model in models:
@@ -299,7 +307,11 @@ def _run_trial(
 
 def _list_packed(folder: Path) -> frozenset[Path]:
     """Return the folders of the models that are packed in the cache."""
-    return frozenset((folder / PACKED_FOLDER).glob("[!.]*/"))
+    return frozenset(
+        entry
+        for name in (PACKED_FOLDER, CONTROL_PACKED_FOLDER)
+        for entry in (folder / name).glob("[!.]*/")
+    )
 
 
 def _adopt_limits(workers: Collection[int]) -> str:

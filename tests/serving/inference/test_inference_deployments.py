@@ -161,7 +161,7 @@ def test_prepare_with_unequal_traffic_builds_control_replica(
 def test_prepare_with_large_model_or_failed_replica_load_builds_no_control_replica(
     server: Server, blue: Deployment, green: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deployments, "_MAX_REPLICA_BYTES", 10)
+    monkeypatch.setattr(deployments, "MAX_REPLICA_BYTES", 10)
     server.publish(1, state_of(blue, green, blue=90, green=10))
     assert server.deployments.get_current().control is None
     monkeypatch.undo()

@@ -332,6 +332,33 @@ def test_publish_of_deployment_and_shadow_checks_their_total_memory(
     assert server.publish(state, 2).status == 200
 
 
+def test_publish_of_weights_beyond_memory_for_control_replica_is_refused(
+    start: Callable[..., Server], tmp_path: Path, memory_root: Path
+) -> None:
+    server = start(read_below(memory_root), "--workers=2")
+    stable = large(tmp_path / "large", 128 * MIB)
+    canary = scaled(tmp_path, "green")
+    assert server.publish(state_of(stable, canary, large=100, green=0), 2).status == 200
+    before = {pid: measure_memory(pid)[0] for pid in server.workers()}
+    rollout = state_of(stable, canary, large=90, green=10)
+    # This memory is enough for the control replica in one of the two workers.
+    set_available(memory_root, 200 * MIB)
+    answer = server.publish(rollout, 3)
+    assert answer.status == 422
+    what = "the memory of the server is too small to load control replica of large"
+    assert answer.json()["what"] == what
+    assert "2 workers" in answer.json()["why"]
+    assert {pid: measure_memory(pid)[0] - used < 64 * MIB for pid, used in before.items()} == (
+        dict.fromkeys(server.workers(), True)
+    )
+    set_available(memory_root, GIB)
+    assert server.publish(rollout, 3).status == 200
+    # The workers have the control replica of the next steps, and a return needs no replica.
+    set_available(memory_root, 0)
+    assert server.publish(state_of(stable, canary, large=75, green=25), 4).status == 200
+    assert server.publish(state_of(stable, canary, large=100, green=0), 5).status == 200
+
+
 def perceptron(folder: Path, *widths: int) -> Deployment:
     """Return the deployment of a perceptron with these widths of its layers."""
     random = np.random.default_rng(0)
@@ -387,7 +414,7 @@ from onnx_ops.serving.workers import supervisor
 run_trial_load = supervisor.run_trial_load
 async def recorded(deployments, folder, *rest, **options):
     with (folder / "trials").open("a") as stream:
-        print(*(d.name for d in deployments), file=stream)
+        print(*(d.name for d in deployments), sep="\\n", file=stream)
     return await run_trial_load(deployments, folder, *rest, **options)
 supervisor.run_trial_load = recorded
 """
@@ -400,8 +427,10 @@ def test_publish_tries_only_deployments_new_to_workers(
     blue = replace(scaled(tmp_path / "again", "blue"), location=str(tmp_path / "blue"))
     green, red = scaled(tmp_path, "green"), scaled(tmp_path, "red")
     steps = [
-        (state_of(blue, green, blue=90, green=10), ["green"]),
+        (state_of(blue, green, blue=90, green=10), ["green", "control replica of blue"]),
+        (state_of(blue, green, blue=75, green=25), []),
         (state_of(blue, green, blue=50, green=50), []),
+        (state_of(blue, green, blue=10, green=90), ["control replica of green"]),
         (state_of(green, green=100), []),
         (state_of(blue, blue=100), []),
         (state_of(red, green, red=50, green=50), ["red"]),
@@ -410,7 +439,7 @@ def test_publish_tries_only_deployments_new_to_workers(
     for generation, (state, expected) in enumerate(steps, 2):
         trials.write_text("")
         assert server.publish(state, generation).status == 200
-        assert trials.read_text().split() == expected, generation
+        assert trials.read_text().splitlines() == expected, generation
 
 
 @pytest.mark.parametrize(

@@ -95,10 +95,12 @@ function inAnother(packages, model, target, extra) {
   const done = spawnSync(process.execPath, [worker, "open", request], { encoding: "utf8", maxBuffer: 1 << 28 });
   const said = `${done.stdout ?? ""}\n${done.stderr ?? ""}`;
   if (done.status === 0) return said;
-  const told = /^failure: (.*)$/m.exec(said);
-  const how = told?.[1] ?? `the process ended with ${done.signal ?? `exit code ${done.status}`}`;
   const where = path.basename(model.path);
-  throw new Failure("MeasurementError", "ONNX Runtime cannot run the model", { where, why: how.slice(0, 400) });
+  const told = /^failure: (.*)$/m.exec(said);
+  if (told) throw new Failure("MeasurementError", "ONNX Runtime cannot run the model", { where, why: told[1].slice(0, 400) });
+  const how = done.signal ? `signal ${done.signal}` : `exit code ${done.status}`;
+  const why = done.error?.message ?? said.trim().split("\n").slice(-15).join("\n").slice(-2000);
+  throw new Failure("StageError", `the process that builds the session ended with ${how}`, { where, why });
 }
 
 // Build one session, in the process that `inAnother` starts.
