@@ -218,7 +218,7 @@ def _require_name(name: str) -> None:
         *(line.partition("==")[0].lower().replace("_", "-") for line in lines),
     }
     if keyword.iskeyword(name) or name in taken:
-        package = "a package of the project's environment has this name"
+        package = "a package of the project or of constraints.txt has this name"
         why = "the name is a keyword of Python" if keyword.iskeyword(name) else package
         remedy = "Choose another name with `--name NAME`."
         raise UserError(

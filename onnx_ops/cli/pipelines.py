@@ -77,8 +77,8 @@ Base = Annotated[
     typer.Option(
         "--base",
         metavar="REF",
-        help="Branch, tag or commit whose recorded results are compared; "
-        "default in a pull request: its target branch.",
+        help="Branch, tag or commit whose recorded results are compared. The report of a "
+        "registered release uses the pull request's target branch by default.",
         show_default=False,
     ),
 ]
@@ -652,7 +652,7 @@ def init(
     typer.echo(
         f"Created {len(files)} files in {folder} (pipeline: configs/pipelines/{chosen}.yaml)"
     )
-    does = "trains, releases and serves"
+    does = "releases and serves the model"
     if wanted is PresetChoice.CI_ONLY:
         does = "measures the model and judges it by its gates"
     typer.echo(

@@ -53,7 +53,9 @@ def quantize(
             help="Calibration rows, e.g. .npz with arrays by input name.", show_default=False
         ),
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Number of rows to calibrate on.")] = 256,
+    samples: Annotated[
+        int, typer.Option(min=1, help="Maximum number of rows to calibrate on.")
+    ] = 256,
     calibration_method: Annotated[
         str, typer.Option(help="Calibration method: minmax, entropy, percentile.")
     ] = "minmax",
@@ -336,7 +338,7 @@ def _load_tuning(
             "a search needs tuning rows",
             where="--tuning-data",
             remedy="For example: --tuning-data tune.npz, with the model's inputs and an array "
-            "'label'.",
+            f"{name!r}.",
         )
     arrays, samples = load_rows(read_model_info(model).inputs, context, path, 512, fix, name)
     if name not in arrays and not metric.label_free:

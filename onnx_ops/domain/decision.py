@@ -191,7 +191,7 @@ class Decision:
         """
         binding = [r for r in self.results if not r.advisory]
         if not binding:
-            return "no gate applied: nothing was judged"
+            return "no binding gate applied"
         worst = max(binding, key=lambda r: r.verdict.rank)
         if worst.verdict is Verdict.PASS:
             return "all gates passed"

@@ -129,7 +129,8 @@ class ShadowTrial:
         Ge(0),
         Lt(1),
         doc(
-            "A number differs if its error exceeds this share of the largest number in the answer."
+            "A number differs if its error exceeds this share of the largest absolute value in its "
+            "output."
         ),
     ] = 0.001
 

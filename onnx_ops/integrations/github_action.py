@@ -84,7 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--folder", type=Path, required=True, help="folder of the results and reports"
     )
-    parser.add_argument("--since", default="", help="previous commit (default: that of the event)")
+    parser.add_argument(
+        "--since", default="", help="commit to compare with (default: the base of the event)"
+    )
     parser.add_argument("--metrics", type=Path, help="folder with the metrics of earlier commits")
     parser.add_argument(
         "--evaluated", type=Path, help="folder of the step `evaluate`, for `release`"

@@ -101,7 +101,7 @@ def _connect(
     for name, known in (*((o, outputs) for o in given), *((i, inputs) for i in given.values())):
         if name not in known:
             remedy = suggest(name, known, f"Name one of: {', '.join(known)}.")
-            raise UserError(f"no tensor is called {name!r}", where=where, remedy=remedy)
+            raise UserError(f"{name!r} cannot be connected", where=where, remedy=remedy)
     connected = {name: name for name in outputs if name in inputs and name not in given}
     connected |= dict(given)
     if not connected and len(outputs) == len(inputs) == 1:

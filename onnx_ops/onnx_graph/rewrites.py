@@ -336,7 +336,7 @@ def _refuse_unknown_names(wanted: Iterable[str], known: Collection[str]) -> None
         close = difflib.get_close_matches(name, known, n=1)
         names = ", ".join(tuple(known)[:10]) or "none"
         hint = f"did you mean {close[0]!r}?" if close else f"there are {names}"
-        problems.append(f"no node is called {name!r}: {hint}")
+        problems.append(f"the main graph has no node {name!r}: {hint}")
     if problems:
         remedy = (
             "Use the names of nodes of the float model (`exclude`, or `--exclude` of "

@@ -488,7 +488,7 @@ def _resume_action(journal: Journal, intent: Intent) -> StepReport:
     performed = _perform(journal, intent.action, intent.selected)
     did, why = (
         performed.kind.value,
-        f"completed the action that {intent.holder} began: {performed.why}",
+        f"continued the action that {intent.holder} began: {performed.why}",
     )
     return StepReport(endpoint=journal.state.endpoint, did=did, why=why, stable=False)
 

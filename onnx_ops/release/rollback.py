@@ -253,7 +253,7 @@ def write_off_server(
 
     Raises:
         UserError: `reason` is blank.
-        NotFoundError: the endpoint does not exist, or no server of this name has ever reported.
+        NotFoundError: the endpoint does not exist, or there is no report of this server.
         RefusedError: the server still reports.
     """
     if not reason.strip():
@@ -276,7 +276,7 @@ def write_off_server(
                 or "none"
             )
             raise NotFoundError(
-                f"no replica {server!r} has ever reported",
+                f"there is no report of replica {server!r}",
                 where=endpoint,
                 remedy=f"Silent replicas: {silent}.",
             )
@@ -476,7 +476,7 @@ def _still_pending(result: RollbackResult, why: str, retry: str = _RETRY) -> Sti
         f"accepted, still pending: all traffic to {result.moved_to}",
         where=result.endpoint,
         why=why,
-        remedy=f"{retry}Until the rollback succeeds, {result.moved_from} is rejected. "
+        remedy=f"{retry}{result.moved_from} is already rejected. "
         "Withdraw the rollback with "
         f'`onnx-ops rollback --withdraw {result.endpoint} --reason "…"`.',
     )

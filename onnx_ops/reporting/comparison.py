@@ -233,11 +233,7 @@ def _beside_champion(mine: Evidence) -> ModelComparison:
         note = f"{mine.target}: {mine.variant} has the same files as {theirs}."
     else:
         rows = _compare_with_champion(mine)
-        note = (
-            PAIRED
-            if rows
-            else f"The registry had no champion of {mine.target} when this release was measured."
-        )
+        note = PAIRED if rows else f"{mine.target}: this release was measured without a champion."
     return ModelComparison(
         against="the champion",
         target=mine.target,

@@ -389,7 +389,7 @@ def _describe_conditions(e: Evidence, digest: Digest) -> dict[str, str]:
         "conditions": ", ".join(f"{name} {value}" for name, value in sorted(e.conditions.items()))
         or "not recorded",
         **structure_entries(e),
-        "compared with": e.baseline or "nothing: the first export is its own baseline",
+        "compared with": e.baseline or "nothing: the export is its own baseline",
         "model manifest": e.manifest,
         "evidence": f"{digest} (schema {e.schema})",
         "raw samples": e.raw or "none",

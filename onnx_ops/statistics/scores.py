@@ -50,11 +50,10 @@ CANDIDATE = ""
 Other keys are those of `ScoreComparison.against`.
 """
 
-_NO_SPREAD = "every row has the same score: an interval cannot be estimated"
+_NO_SPREAD = "the score does not vary: an interval cannot be estimated"
 _NO_ERROR = "{name} has no error, so a relative change is not defined"
 _SAME_SCORES = (
-    "the answers differ from those of {name}, but the scores of all rows are equal: "
-    "the change has no interval"
+    "the answers differ from those of {name}, but an interval of the change cannot be estimated"
 )
 
 _ONLY_CHANCE = (

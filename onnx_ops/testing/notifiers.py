@@ -37,7 +37,7 @@ ROLLED_BACK = Notification(
     headline="v3 was rolled back, v2 has all traffic",
     why="errors: canary 28/800 (3.50%) vs stable 67/7200 (0.93%); evidence 346211:1 (limit 60:1) "
     "-> ROLL BACK",
-    commands={"Undo": "onnx-ops promote digits-mlp/3 --target cpu --override"},
+    commands={"Undo": 'onnx-ops promote digits-mlp/3 --target cpu --override --reason "..."'},
     model="digits-mlp",
     link="https://registry.example/models/digits-mlp",
 )

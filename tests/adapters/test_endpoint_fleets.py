@@ -228,7 +228,7 @@ def test_fleet_update_reverted_by_alarm_raises_infrastructure_error_and_keeps_se
         update = pool.submit(amazon.apply, 2, blue=100)
         until(lambda: amazon.read_status() == "Updating")
         put_alarm(amazon, "ALARM")
-        with pytest.raises(InfrastructureError, match="changed state during it") as raised:
+        with pytest.raises(InfrastructureError, match="changed state since it began") as raised:
             update.result()
     assert not isinstance(raised.value, AlarmRollbackError), "that error would reject the release"
     assert amazon.invoke("anna").deployment == "blue"

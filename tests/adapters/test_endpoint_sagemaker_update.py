@@ -99,7 +99,7 @@ def test_sagemaker_update_reverted_by_alarm_is_not_retried(
     site.fake.fault()
     for generation in (2, 3):
         with pytest.raises(
-            AlarmRollbackError, match=r"changed state during it: failing \(.*failing"
+            AlarmRollbackError, match=r"changed state since it began: failing \(.*failing"
         ):
             site.apply(generation, alarmed, green=100)
     site.provider.roll_back(alarmed, site.state(blue=100), generation=4)

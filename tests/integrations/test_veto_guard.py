@@ -122,9 +122,9 @@ RULED_OUT: list[tuple[Attempt, str]] = [
     ),
     (tagging(REASON_TAG, " ", "alice"), "an override needs a reason"),
     (tagging(REASON_TAG, "x" * 1001, "alice"), "1001 characters; at most 1000 are allowed"),
-    (tagging(f"{REASON_TAG}.by", "{}", "alice"), "only the server writes this tag"),
-    (tagging("Override.cpu-1t", "{}", "alice"), "only the server writes this tag"),
-    (tagging("override.", "{}", "alice"), "only the server writes this tag"),
+    (tagging(f"{REASON_TAG}.by", "{}", "alice"), "users cannot change this tag"),
+    (tagging("Override.cpu-1t", "{}", "alice"), "users cannot change this tag"),
+    (tagging("override.", "{}", "alice"), "users cannot change this tag"),
 ]
 
 

@@ -118,7 +118,7 @@ def test_version_rejected_by_alarm_is_deployed_again_only_with_override(scene: S
     state = scene.state()
     assert state.pending_rollback is None
     rejection = str(state.find_rejection(scene.record(bad)))
-    assert "these alarms changed state during it: failing" in rejection
+    assert "these alarms changed state since it began: failing" in rejection
     assert CHALLENGER not in scene.aliases()
 
     # Reconcile and watch, while the alarm fires and after it has ended.

@@ -96,7 +96,7 @@ def test_champion_comparisons_use_paired_evidence() -> None:
 @pytest.mark.parametrize(
     ("mine", "part"),
     [
-        (evidence_of(), "had no champion of cpu-1t"),
+        (evidence_of(), "cpu-1t: this release was measured without a champion"),
         (
             replace(MINE, champion=replace(CHAMPION, manifest=MINE.manifest)),
             "the same files as the champion (version 3)",

@@ -72,7 +72,7 @@ def test_version_description_begins_with_verdict_and_worst_result(golden: Golden
 def test_version_description_without_results_is_inconclusive() -> None:
     assert version_description("fp32", {}, LINEAGE).startswith("INCONCLUSIVE: nothing was judged")
     empty = version_description("fp32", {"cpu-1t": _decision("cpu-1t")}, LINEAGE)
-    assert empty.startswith("INCONCLUSIVE on cpu-1t: no gate applied")
+    assert empty.startswith("INCONCLUSIVE on cpu-1t: no binding gate applied")
 
 
 def test_version_description_marks_advisory_results() -> None:

@@ -40,8 +40,8 @@ from onnx_ops.protocol.server_process import (
 )
 
 _DOWNLOADED = (
-    "`onnx-ops reconcile` downloads the files only of a version that an alias requests, or that it "
-    "restores."
+    "`onnx-ops reconcile` downloads the files only of a version that an alias requests, that it "
+    "restores, or to which it rolls back."
 )
 
 

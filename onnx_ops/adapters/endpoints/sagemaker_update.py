@@ -344,7 +344,7 @@ class EndpointUpdate:
         changed = [name for name, state in before.items() if now.get(name, state) != state]
         if changed:
             raise AlarmRollbackError(
-                "the update did not take effect, and these alarms changed state during it: "
+                "the update did not take effect, and these alarms changed state since it began: "
                 f"{', '.join(changed)}",
                 where=self._client.endpoint,
                 why=_failure_reason(description or {}),

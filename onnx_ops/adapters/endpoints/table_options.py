@@ -45,7 +45,10 @@ class ReplicaOptions(LeaseOptions):
 
     control: Annotated[
         str,
-        doc("Location of tables and models, which replicas read: s3://bucket/prefix or a folder."),
+        doc(
+            "Location of tables and models, which replicas read, such as s3://bucket/prefix or a "
+            "folder."
+        ),
     ]
     reports: Annotated[
         str, doc("Location of the reports, which replicas write; with separate permissions.")

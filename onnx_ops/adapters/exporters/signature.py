@@ -184,7 +184,7 @@ def find_section_problems(
         rank = samples[name].ndim
         for axis, symbol in axes.items():
             if not 0 <= axis < rank:
-                text = f"input {name} has axes 0 to {rank - 1}, not {axis}"
+                text = f"input {name} has {rank} axes, numbered from 0, and no axis {axis}"
                 yield ("dynamic", name, axis), UserError(text, where="export.dynamic")
             if not symbol.isidentifier():
                 text, remedy = (

@@ -112,7 +112,7 @@ class TorchExporter(TracingExporter):
                 f"the exporter wrote opset {written}, not {section.opset}",
                 where="export",
                 why="the exporter could not convert the operators of this module",
-                remedy=f"Set export.opset: {written}, or a newer opset.",
+                remedy=f"Set export.opset: {written}.",
             )
         proto.ir_version = section.ir_version
         proto.producer_version = ""
@@ -288,7 +288,7 @@ def _explain_failure(
         return UserError(
             f"torch.onnx.export has no translation for operator {name}",
             where="export",
-            why="torch has neither an ONNX function nor a decomposition for the operator",
+            why="torch has no ONNX function for the operator, or none for complex inputs",
             remedy=f"Map torch.ops.{name} to a function of onnxscript in a table of the project, "
             f"and set export.options: {{{TRANSLATIONS}: package.module:TABLE}}.",
         )
@@ -540,7 +540,8 @@ def _keras() -> Any:
     keras = importlib.import_module("keras")
     if keras.backend.backend() != KERAS_BACKEND:
         remedy = (
-            "Set KERAS_BACKEND=torch before Keras is imported, or set export.framework: tensorflow."
+            "Set KERAS_BACKEND=torch before Keras is imported. "
+            "With KERAS_BACKEND=tensorflow, set export.framework: tensorflow."
         )
         raise UserError(
             f"Keras uses the backend {keras.backend.backend()}, not torch",
@@ -580,8 +581,8 @@ class HuggingfaceExporter(TorchExporter):
             raise UserError(
                 f"{type(model).__name__} is not a class of transformers",
                 where="train.run",
-                why="the files of save_pretrained contain no code, so a class of transformers with "
-                "this name would be loaded",
+                why="the files of save_pretrained contain no code, so the class must be in "
+                "transformers",
                 remedy="Set export.framework: torch, which accepts modules of any class.",
             )
         model.save_pretrained(folder)

@@ -118,7 +118,9 @@ def format_body(notification: Notification) -> str:
     for purpose, command in notification.commands.items():
         lines += [f"{purpose}:", "```sh", command, "```", ""]
     lines += [f"[Open the registry]({notification.link})", ""] if notification.link else []
-    lines.append(f"Entry {notification.sequence} of the ledger, by {_inline(notification.actor)}")
+    sequence = notification.sequence
+    origin = f"Entry {sequence} of the ledger, by" if sequence else "By"
+    lines.append(f"{origin} {_inline(notification.actor)}")
     return "\n".join(lines)
 
 

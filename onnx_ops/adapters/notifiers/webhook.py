@@ -75,7 +75,9 @@ def format_message(notification: Notification) -> dict[str, Any]:
     ]
     lines += [f"<{_escaped(notification.link)}|Open the registry>"] if notification.link else []
     plain = "\n".join([notification.title, *notification.lines])
-    foot = f"entry {notification.sequence} of the ledger, by {_escaped(notification.actor)}"
+    sequence = notification.sequence
+    origin = f"entry {sequence} of the ledger, by" if sequence else "by"
+    foot = f"{origin} {_escaped(notification.actor)}"
     return {
         "text": _cut(_split_mentions(_escaped(plain))),
         "blocks": [

@@ -102,8 +102,7 @@ def read_configuration(environ: Mapping[str, str]) -> Configuration:
         raise UserError(
             f"overrides would be signed by key {short_digest(signer.key)}, which is not trusted",
             where=str(Path(key_file)),
-            remedy=f"Put {public_path(Path(key_file)).name} into the folder that {TRUSTED_KEYS} "
-            "names.",
+            remedy=f"Set {TRUSTED_KEYS} to a folder with {public_path(Path(key_file)).name}.",
         )
     return Configuration(keys=keys, policy=policy, signer=signer, basic_auth=basic_auth)
 
@@ -406,7 +405,7 @@ class Guard:
             )
         if (match := _REASON.fullmatch(key)) is None:
             remedy = f"Write the reason of an override to tag {override_reason_tag('TARGET')}."
-            raise RefusedError("only the server writes this tag", remedy=remedy)
+            raise RefusedError("users cannot change this tag", remedy=remedy)
         return match[1]
 
 

@@ -291,7 +291,7 @@ def compute_worst_error(exact: Tensors, answers: Tensors) -> float:
         usable = np.isfinite(truth)
         same = (truth == found) | (np.isnan(truth) & np.isnan(found))
         if not np.where(usable, np.isfinite(found), same).all():
-            raise UserError(f"output {name} has NaN or infinite values that fp32 does not have")
+            raise UserError(f"NaN or infinite values of output {name} differ from those of fp32")
         if usable.any():
             difference = found[usable] - truth[usable]
             errors.append(float(np.sqrt(np.mean(difference**2)) / (np.std(truth[usable]) or 1.0)))

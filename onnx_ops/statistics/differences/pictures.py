@@ -298,7 +298,9 @@ def _explain_length(left: Floats, right: Floats) -> str:
         return f"sample rate: the lengths fit {shown}"
     shorter = min(left.size, right.size)
     if np.allclose(left[:shorter], right[:shorter], rtol=1e-3, atol=1e-6):
-        return f"length: the candidate keeps {right.size} of {left.size} values"
+        return (
+            f"length: {right.size} instead of {left.size} values; the first {shorter} values agree"
+        )
     return f"length: {right.size} instead of {left.size} values"
 
 
@@ -395,6 +397,6 @@ def _explain_rest(left: Floats, right: Floats) -> str:
         return ""
     ratio = sharpness[1] / sharpness[0]
     if 0.97 < ratio < 1.03:
-        return "values: the pictures agree in shape, but not in detail"
+        return "values: the pictures are similar, but differ in detail"
     side = "sharper" if ratio > 1 else "smoother"
     return f"resize filter: the candidate's picture is {side} (another filter or antialiasing)"

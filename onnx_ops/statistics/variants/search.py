@@ -108,7 +108,7 @@ def choose_next_step(state: SearchState) -> BuildTrial | ProbeNode | StopSearch:
         return StopSearch(
             reason=f"max_minutes: of {state.budget.max_minutes:g} minutes {why}", timed_out=True
         )
-    return StopSearch(reason="every recipe was tried, and repaired where possible")
+    return StopSearch(reason="every recipe was tried, and repaired where useful")
 
 
 def _estimate_cost(state: SearchState, action: BuildTrial | ProbeNode) -> float:
@@ -451,7 +451,8 @@ def _find_trial(
         case "fast":
             best_ratio = f"{compute_time_ratio(fastest):.3g}x"
             why = (
-                f"no variant within the budget is shown to be faster than fp32 (best: {best_ratio})"
+                "the fastest variant within the budget is not shown to be faster than fp32 "
+                f"({best_ratio})"
             )
             return (fast, "") if is_faster else (None, why)
         case "small":
