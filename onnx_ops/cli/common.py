@@ -57,7 +57,9 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress, on
 Actor = Annotated[
     str,
     typer.Option(
-        "--actor", help="User recorded in the audit log (default: user@host).", show_default=False
+        "--actor",
+        help="User recorded in the ledger. Default: ONNX_OPS_ACTOR, else user@host.",
+        show_default=False,
     ),
 ]
 Reason = Annotated[

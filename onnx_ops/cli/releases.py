@@ -105,7 +105,7 @@ def promote(
         typer.Option(
             "--reason",
             "-m",
-            help="Reason, recorded in a tag of the version; with --override, in the ledger.",
+            help="Reason, recorded in a tag of the version; with --override, also in the ledger.",
             show_default=False,
         ),
     ] = "",

@@ -335,8 +335,8 @@ class TaskMetricGate(Gate):
     use: Annotated[
         str,
         doc(
-            "Custom metric, `package.module:function`; takes arrays (predictions, labels) "
-            "and returns a float."
+            "Custom metric, `package.module:function`; takes arrays (predictions, labels). "
+            "`per` determines what it returns."
         ),
     ] = ""
     per: Annotated[

@@ -250,14 +250,17 @@ def choose_reduce_range(
         if needed and not chosen:
             return (
                 False,
-                "weights of 8 bits as requested: on a target without VNNI their products saturate",
+                (
+                    "weights of 8 bits as requested: on a target without VNNI their products can "
+                    "saturate"
+                ),
             )
         return chosen, f"weights of {7 if chosen else 8} bits: as requested"
     if needed:
         return (
             True,
             (
-                "weights of 7 bits: a target's CPU has no VNNI, and 8-bit products would saturate "
+                "weights of 7 bits: a target's CPU has no VNNI, and 8-bit products can saturate "
                 "there"
             ),
         )

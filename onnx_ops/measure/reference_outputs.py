@@ -306,7 +306,7 @@ def _describe_change(name: str, first: Array, again: Array, limit: float) -> str
         share = np.mean(first != again) if first.size else 0.0
         return f"a share of {share:.3g} of output {name!r} differs" if share > _OTHERWISE else ""
     if not np.array_equal(np.isfinite(first), np.isfinite(again)):
-        return f"output {name!r} is finite in only one of two runs"
+        return f"a value of output {name!r} is finite in only one of two runs"
     both = np.nan_to_num(np.stack([first, again]).astype(np.float64), posinf=0, neginf=0)
     distance = np.ptp(both, axis=0).max(initial=0)
     return (

@@ -296,7 +296,7 @@ def build_feed(specs: Sequence[TensorSpec], value: Any, *, where: str) -> dict[s
             raise UserError(
                 f"the value has no {missing[0]!r}",
                 where=where,
-                remedy="Return a mapping from the previous step with "
+                remedy="The previous step, or else the raw input, must be a mapping with "
                 f"{', '.join(spec.name for spec in specs)}.",
             )
         return {spec.name: _build_tensor(spec, value[spec.name]) for spec in specs}
@@ -305,7 +305,8 @@ def build_feed(specs: Sequence[TensorSpec], value: Any, *, where: str) -> dict[s
         raise UserError(
             f"the graph takes {len(specs)} inputs, and gets {len(parts)}",
             where=where,
-            remedy="Return a mapping from the names of the inputs to arrays.",
+            remedy="The previous step, or else the raw input, must be a mapping from the names of "
+            "the inputs to arrays.",
         )
     return {spec.name: _build_tensor(spec, part) for spec, part in zip(specs, parts, strict=True)}
 

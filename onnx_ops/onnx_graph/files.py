@@ -31,8 +31,8 @@ _OTHERS = {
     b"\x1f\x8b": "compressed: unpack it with gunzip",
     b"PK\x03\x04": "a zip archive, as torch.save and Keras write them: export the model to ONNX, "
     "or unpack it",
-    b"\x80": "a Python pickle, as joblib and torch write them: export it with the "
-    "`export.framework` that made it",
+    b"\x80": "a Python pickle, as joblib and torch write them: export it with the framework "
+    "that made it (`export.framework`)",
     b"\x89HDF": "HDF5, as Keras writes it: export the model to ONNX",
     b"version ": "a pointer of Git LFS: run git lfs install, then git lfs pull",
 }

@@ -126,7 +126,7 @@ def order_nodes(
         number = waiting.pop()
         place = len(features)
         if place >= len(weights):
-            raise ValueError("its nodes form a cycle")
+            raise ValueError("two branches lead to the same node, or one to a missing node")
         if number in splits:
             feature, threshold, yes, no = splits[number]
             features.append(feature)

@@ -79,7 +79,10 @@ def concluded(results: Sequence[RecheckResult]) -> State[Any]:
     cases, it is Completed.
     """
     lines = [f"{d.model} v{d.version} @ {d.target}: {_verdict(d)}. {d.reason}" for d in results]
-    message = "\n".join(lines) or "no champions yet: the first release of a pipeline creates one"
+    message = (
+        "\n".join(lines)
+        or "no champions yet: the first version that is promoted on a target becomes one"
+    )
     code = compute_recheck_exit_code(results)
     return Failed(name=_ENDS[code], message=message) if code else Completed(message=message)
 

@@ -255,7 +255,7 @@ class PrefectPools(Pools):
         # do so.
         if stage.timeout is not None and running_s > stage.timeout + 2 * self.silence:
             raise StageError(
-                f"the stage ran longer than its time-out of {stage.timeout:g} s and was stopped",
+                f"the stage ran longer than its time-out of {stage.timeout:g} s",
                 where=stage.title,
                 remedy="Raise `timeout` in the pipeline file if the stage needs more time. "
                 "`recheck` uses the new value after `onnx-ops run FILE --no-cache benchmark`.",

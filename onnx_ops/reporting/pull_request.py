@@ -72,7 +72,7 @@ def find_contradiction(one: Checked) -> str:
         combine_verdicts(choice.verdict for choice in one.choices) if one.choices else one.verdict
     )
     if one.verdict.rank < worst.rank or (one.verdict is Verdict.PASS and not one.choices):
-        return f"{one.file} has verdict {one.verdict.value}, which its choices contradict"
+        return f"{one.file} has verdict {one.verdict.value}, which its choices do not support"
     return _find_unfounded_choice(one)
 
 
@@ -82,8 +82,8 @@ def _find_unfounded_choice(one: Checked) -> str:
         verdict = decided.get((choice.variant or "", choice.target), Verdict.INCONCLUSIVE)
         if choice.verdict is Verdict.PASS and verdict is not Verdict.PASS:
             return (
-                f"{one.file} chooses {choice.variant or 'nothing'} for {choice.target}, "
-                "but this variant did not pass its gates"
+                f"{one.file} chooses {choice.variant or 'nothing'} for {choice.target} "
+                "without a decision that passes"
             )
     return ""
 

@@ -603,7 +603,7 @@ _FAMILIES = (
     ),
     (
         "model_loads_total",
-        "Loads of the model, one for each worker or shadow process.",
+        "Successful loads of the model, by workers and shadow processes.",
         "counter",
         LOADS,
     ),

@@ -161,7 +161,9 @@ def _find_non_finite_parity(evidence: Evidence) -> Iterator[GateResult]:
             )
     weights = sorted(w.tensor for w in _select_unsound(evidence.weights))
     for tensor in weights[:1]:
-        yield _make_error("parity", f"weight {tensor!r}: its error is not finite", WEIGHTS.metric)
+        yield _make_error(
+            "parity", f"weight {tensor!r}: a measured value is not finite", WEIGHTS.metric
+        )
     activations = sorted(a.tensor for a in _select_unsound(evidence.activations))
     for tensor in activations[:1]:
         yield _make_error(

@@ -409,7 +409,7 @@ def _make_refusal(model: Path, samples: SampleRows, error: MeasurementError) -> 
     options = " ".join(f"--fix {name}=VALUE" for name in names[:2])
     values = f"the values that it accepts ({options}) or " if names else ""
     return MeasurementError(
-        "the model refuses all generated inputs",
+        "the model refuses the generated inputs",
         where=model.name,
         why=explain_rejection(error),
         remedy=f"Set {values}the sizes (--dim NAME=SIZE), or supply real inputs: --data FILE.",

@@ -295,7 +295,7 @@ def test_prometheus_read_with_partial_answer_raises_service_unavailable_error(
     scraped: Scraped, source: PrometheusMetrics
 ) -> None:
     scraped.more = {"warnings": ["a store is down"]}
-    with pytest.raises(ServiceUnavailableError, match="partial response"):
+    with pytest.raises(ServiceUnavailableError, match="returned warnings"):
         source.read(CONFIG, {"v1": None})
 
 

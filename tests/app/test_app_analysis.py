@@ -191,7 +191,7 @@ def live_in_future(site: AnalysisSite) -> None:
         (store_twice, "stored twice (job='proxy', job='other')"),
         (drop_label, "has no label code"),
         (answer_nan, "unexpected response"),
-        (answer_partially, "partial response"),
+        (answer_partially, "returned warnings"),
         (refuse, "HTTP 503"),
         (live_in_future, "s ahead"),
     ],

@@ -108,7 +108,8 @@ def _read_numbers(entry: Mapping[str, Any], key: str, place: str, where: str) ->
     values = entry.get(key, [])
     if not isinstance(values, list) or not all(map(_is_number, values)):
         raise UserError(
-            f"{place} has a {key!r} that is not a list of finite numbers: {str(values)[:80]}",
+            f"{place} has a {key!r} that is not a list of numbers within ±{_LARGEST:g}: "
+            f"{str(values)[:80]}",
             where=where,
         )
     return [float(value) for value in values]
@@ -119,7 +120,8 @@ def _read_number(entry: Mapping[str, Any], key: str, place: str, where: str) -> 
     value = entry.get(key)
     if value is not None and not _is_number(value):
         raise UserError(
-            f"{place} has a {key!r} that is not a finite number: {str(value)[:80]}", where=where
+            f"{place} has a {key!r} that is not a number within ±{_LARGEST:g}: {str(value)[:80]}",
+            where=where,
         )
     return float(value) if value else None
 
@@ -190,7 +192,7 @@ def _read_box(
     box = entry.get("bbox")
     if not isinstance(box, list) or len(box) != 4 or not all(map(_is_number, box)):
         raise UserError(
-            f"{place} has no box of four finite numbers: {box}",
+            f"{place} has no box of four numbers within ±{_LARGEST:g}: {box}",
             where=where,
             remedy="Write the box as x, y, width, height.",
         )
@@ -211,7 +213,7 @@ def _read_box(
             f"{place} has a box that extends beyond image {image['id']} of {right:g} x {bottom:g} "
             f"pixels: {box}",
             where=where,
-            remedy="Write the box as x, y, width, height.",
+            remedy="Write the box as x, y, width, height, within the image.",
         )
     return [max(0.0, x), max(0.0, y), x + width, y + height]
 

@@ -119,7 +119,8 @@ class AzureDeployments:
             if resource is not None and resource.has_succeeded:
                 if not self._is_own(resource):
                     raise RefusedError(
-                        f"deployment {name} exists, but its tags do not record this endpoint",
+                        f"deployment {name} exists, but its tags do not show that onnx-ops created "
+                        "it for this endpoint",
                         where=self._client.owner,
                         remedy="Delete the deployment, or choose another `name` for the endpoint.",
                     )

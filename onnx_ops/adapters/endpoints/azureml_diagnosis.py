@@ -139,7 +139,7 @@ def _check_image(options: AzureOptions, registries: list[str]) -> Finding:
     host = options.image.partition("/")[0]
     if not host.endswith(_REGISTRY_SUFFIX):
         found = (
-            f"{host} is not an Azure container registry, so this check does not cover the "
+            f"{host} does not end in {_REGISTRY_SUFFIX}, so this check does not cover the "
             "permission to pull from it"
         )
         return True, found, ""

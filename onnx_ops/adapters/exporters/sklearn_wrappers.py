@@ -286,7 +286,7 @@ def _invert(transformer: Any) -> tuple[Step, ...]:
     raise UserError(
         f"TransformedTargetRegressor with {name} cannot be converted faithfully",
         where="export",
-        why="Python code computes the target from the transformed target",
+        why="onnx-ops has no ONNX operators for its inverse transformation",
         remedy=f"Use one of the scalers {', '.join(_SCALERS)}, or an inverse_func of "
         f"{', '.join(list(_FUNCTIONS)[1:])}, or transform the answers in the application.",
     )

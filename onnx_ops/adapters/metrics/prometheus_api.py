@@ -44,7 +44,7 @@ def query_prometheus(
         raise make_answer_error(where, answer) from error
     # Thanos warns if some of its stores did not respond. The counts would then be too low.
     if partial:
-        what = "Prometheus returned a partial response"
+        what = "Prometheus returned warnings, so the response can be partial"
         raise ServiceUnavailableError(what, where=where, why=quoted(partial))
     if not isinstance(samples, list):
         raise make_answer_error(where, answer)

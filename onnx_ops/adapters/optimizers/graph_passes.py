@@ -162,7 +162,8 @@ class ShapeOptimizer(Optimizer):
             hint = (
                 f"dims may name {', '.join(sorted(known))}."
                 if known
-                else "This model has no such dimension: leave this variant out of `quantize`."
+                else "The model has no free dimension apart from the batch axis: leave this "
+                "variant out of `quantize`."
             )
             raise UserError(what, where=where, remedy=hint)
         library = importlib.import_module("onnxruntime.tools.onnx_model_utils")

@@ -107,7 +107,7 @@ def _check_algorithm(algorithm: str, options: Mapping[str, Any], request: Optimi
         raise UserError(
             f"{algorithm} supports 4 bits only",
             where=where,
-            why="the runtime has no kernels for 8-bit weights of this algorithm",
+            why="ONNX Runtime's quantizer or kernels do not support 8 bits for it",
             remedy="Set bits: 4, or algorithm: rtn.",
         )
     if algorithm == "hqq":
@@ -126,8 +126,8 @@ def _list_notes(
         node.name or node.output[0] for node in iterate_nodes(derived) if node.op_type in _PRODUCTS
     ]:
         yield (
-            "some products stay in float, because they are excluded, have float64 weights, or have "
-            "no constant matrix that only they use: "
+            "some products stay in float, for example because they are excluded, have float64 "
+            "weights, or have no constant matrix: "
             f"{', '.join(left)}"
         )
     if algorithm != "rtn":
@@ -136,10 +136,7 @@ def _list_notes(
             "parity.weight_steps must allow these changes"
         )
     if any(machine.family in ("x86", "arm") for machine in request.machines):
-        yield (
-            "on a CPU this method saves size, not time: measured models took 1.1 to 2.1 times the "
-            "time of float32"
-        )
+        yield "on a CPU this method saves size, not time"
     if options.get("accuracy") == 4:
         yield "accuracy 4: activations are also quantized to 8 bits, with ranges from each run"
 
@@ -252,8 +249,8 @@ class Fp16Optimizer(Optimizer):
             raise UserError(
                 f"excluding {', '.join(lost)} had no effect",
                 where=f"variant {request.section.name}",
-                why="another node uses the same weights in float16",
-                remedy="Exclude that node too.",
+                why="the excluded nodes use weights in float16, for example those of other nodes",
+                remedy="Exclude the other nodes that use these weights too.",
             )
         restore_metadata(derived, source)
         write_model(derived, request.path)
@@ -261,8 +258,8 @@ class Fp16Optimizer(Optimizer):
         notes = [f"{count} constants in float16{exclusions}"]
         if any(not machine.fp16 for machine in request.machines):
             notes.append(
-                "a target casts float16 to float32 for its computations: the model has half the "
-                "size, but is not faster"
+                "a target casts float16 to float32 for its computations: there, the model is "
+                "smaller, but not faster"
             )
         return tuple(notes)
 

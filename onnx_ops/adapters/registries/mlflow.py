@@ -181,7 +181,7 @@ class MlflowRegistry:
             raise NotFoundError(
                 "this version was not registered by onnx-ops",
                 where=f"{model} version {version}",
-                why=f"its tags {RELEASE}, {VARIANT} and {DIGEST} are missing or not valid",
+                why=f"one of its tags {RELEASE}, {VARIANT} and {DIGEST} is missing or not valid",
                 remedy="Register the model with `onnx-ops run FILE`.",
             )
         return record

@@ -80,7 +80,7 @@ class MlflowConnection:
             raise UserError(
                 "this MLflow tracking URI cannot be used",
                 where=self.shown,
-                why="MLflow 3 no longer supports file stores as a registry"
+                why="onnx-ops does not support MLflow's file stores"
                 if self._kind in ("", "file")
                 else f"onnx-ops does not support the scheme {self._kind}",
                 remedy="Write http://HOST:PORT, or a database such as sqlite:///mlflow.db",

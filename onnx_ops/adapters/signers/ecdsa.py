@@ -117,7 +117,7 @@ def create_key(path: Path) -> EcdsaSigner:
             write_durably(public, signer.public_pem(), 0o644)
     except OSError as error:
         raise InfrastructureError(
-            "the signing key cannot be created",
+            "the files of the signing key cannot be written",
             where=str(path),
             why=str(error),
             remedy="Choose a writable folder",

@@ -59,8 +59,8 @@ class LeaseLapsedError(ServiceUnavailableError):
     def __init__(self) -> None:
         self.retry_after_s = 5
         super().__init__(
-            "the serving lease of this replica has expired",
-            why="the replica has not renewed the lease in time",
+            "this replica has no serving lease",
+            why="the replica did not get or renew the lease in time",
             remedy=f"Retry in {self.retry_after_s} s, at another replica.",
         )
 
