@@ -115,7 +115,8 @@ class _Container:
         folder = self._environment.get("ONNX_OPS_STATE_DIR", "")
         if not folder:
             return True, "ONNX_OPS_STATE_DIR is not set: a temporary folder is used", ""
-        return _check_writable(Path(folder), f"Mount a volume at {Path(folder).parent}.")
+        remedy = f"Mount a writable volume at {folder}, or at a folder above it."
+        return _check_writable(Path(folder), remedy)
 
     def check_temporary_folder(self) -> _Finding:
         """Check that the container can write temporary files."""

@@ -37,7 +37,7 @@ PINS = {
     "fastapi": (">=0.139,<0.151", "the Prefect server and `prefect deploy` need these versions"),
     "sqlalchemy": ("<2.1", "with 2.1, Prefect's schedules silently never start runs"),
     "mlflow": (">=3.17", "older versions have known vulnerabilities"),
-    "onnxruntime": (">=1.31", "this release was benchmarked with these versions"),
+    "onnxruntime": (">=1.31", "no older version was benchmarked with this release"),
 }
 """Versions of packages that onnx-ops needs, with the reason.
 
@@ -111,7 +111,7 @@ def diagnose_provider(project: Project, name: str, files: Sequence[Path]) -> lis
     provider = project.context.provider(name)
     findings = list(provider.diagnose(options))
     if not findings:
-        return [_finding(name, "there are no endpoints to check")]
+        return [_finding(name, "this provider has no checks")]
     if not options:
         text = "none yet; name a pipeline file to check its endpoints"
         findings.append(_finding(f"endpoints of {name}", text))
@@ -278,7 +278,7 @@ def _keys(project: Project) -> Iterator[Diagnosis]:
         from onnx_ops.adapters.signers.remote import open_signer
 
         key = open_signer(settings.signer).key
-        yield _describe_roles(key, "`onnx-ops keys public`", folder)
+        yield _describe_roles(key, "the output of `onnx-ops keys public`", folder)
         yield from _describe_ledgers(project, key)
     elif not path.exists():
         made = settings.signing == "auto"

@@ -338,7 +338,8 @@ def rollback(
         ),
     ] = False,
     wait: Annotated[
-        bool, typer.Option("--wait", help="Wait until the registry's aliases are updated.")
+        bool,
+        typer.Option("--wait", help="Update the registry's aliases before the command ends."),
     ] = False,
     withdraw: Annotated[
         bool,

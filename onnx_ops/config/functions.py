@@ -48,7 +48,7 @@ def explain_missing_function(reference: str, root: Path) -> str | None:
     path = find_source(module, root)
     if path is None:
         hint = did_you_mean(module, list_siblings(module, root))
-        return f"no module '{module}' in the project or on sys.path{hint}"
+        return f"no source of module '{module}' in the project or on sys.path{hint}"
     try:
         tree = _parsed(path)
     except SyntaxError as error:

@@ -58,7 +58,7 @@ class Reach:
             return ""
         is_linked = os.path.normpath(root / text).startswith(f"{os.path.normpath(root)}{os.sep}")
         what = (
-            "leads out of the project through a symbolic link"
+            f"leads to '{shorten(place)}' through a symbolic link"
             if is_linked
             else "is not below the project's root"
         )

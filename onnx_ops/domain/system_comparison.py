@@ -50,7 +50,7 @@ class Tolerances:
     files: Annotated[int, Ge(1), doc("Number of inputs that a PASS needs.")] = 20
     steps: Annotated[
         Mapping[str, Annotated[float, Gt(0)]],
-        doc("Step -> factor by which its limits are larger."),
+        doc("Step -> factor by which its limits are multiplied."),
     ] = field(default_factory=dict)
 
 

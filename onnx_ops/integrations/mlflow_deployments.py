@@ -157,7 +157,7 @@ class OnnxOpsDeployments(BaseDeploymentClient):
         if not target_name:
             raise UserError(
                 "a new deployment needs a target",
-                remedy="Add -C target=NAME; the targets are in configs/targets/.",
+                remedy="Add -C target=NAME; `onnx-ops targets` lists the targets.",
             )
         options = {key: _parse_scalar(text) for key, text in given.items()}
         self._context.provider(provider).validate_options(options)

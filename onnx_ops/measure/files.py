@@ -206,7 +206,7 @@ def convert_inputs(inputs: Tensors, model: ModelInfo) -> dict[str, Any]:
     Only columns of whole numbers or booleans are converted.
 
     Raises:
-        UserError: a column has missing cells or fractions, and the model expects int64 or bool.
+        UserError: a column has floats, and the model expects int64 or bool.
     """
     expected = {spec.name: spec.dtype for spec in model.inputs}
     whole = [
@@ -216,11 +216,11 @@ def convert_inputs(inputs: Tensors, model: ModelInfo) -> dict[str, Any]:
     ]
     if whole:
         raise UserError(
-            f"column {whole[0]!r} has missing cells or fractions, "
-            f"but the model expects {expected[whole[0]]}",
+            f"column {whole[0]!r} has floats, but the model expects {expected[whole[0]]}",
             where="data",
-            why="the rows that the model was trained and exported with have neither",
-            remedy="Fill the missing cells and round the fractions, or train with such rows.",
+            why="a column has floats if a cell is missing, or if the file stores floats",
+            remedy="Fill the missing cells and store whole numbers as integers, or train with such "
+            "rows.",
         )
     return widen_columns(inputs, {name for name, dtype in expected.items() if dtype == "float32"})
 

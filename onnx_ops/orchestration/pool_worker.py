@@ -148,7 +148,7 @@ def _watched(project: Project, run: UUID) -> Iterator[None]:
                             with contextlib.suppress(Exception):
                                 # The state must be set before the processes end. Otherwise, the
                                 # flow run would report their end as a failure.
-                                why = "the result of the stage is not needed"
+                                why = "the flow run was cancelled"
                                 client.set_flow_run_state(run, Cancelled(message=why), force=True)
                         project.running().end()
                         os._exit(1)

@@ -68,7 +68,7 @@ class PromotionResult:
         """Return why the promotion was skipped, and the command that promotes the version."""
         return (
             f"v{self.version} was promoted on {self.target} before, and v{self.left} has replaced "
-            f"it since then, so v{self.left} still serves. To promote v{self.version} again: "
+            f"it since then, so v{self.left} stays in place. To promote v{self.version} again: "
             f"onnx-ops promote {self.model}/{self.version} --target {self.target}"
         )
 

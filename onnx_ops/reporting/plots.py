@@ -172,8 +172,9 @@ def parity_figure(
         caption=f"{_count_shown(known)} pairs of output and group of inputs; "
         f"n = {n} rows per output. Dashed line: "
         f"limit {'none' if limit is None else number(limit) + '×'}. "
-        "Errors are maxima over the rows and have no interval. "
-        "A dot at the left edge shows no difference." + _describe_columns(known, limit),
+        "Errors of floats are maxima over the rows, and those of labels are shares of the rows. "
+        "They have no interval. A dot at the left edge shows a very small or no difference."
+        + _describe_columns(known, limit),
     )
 
 
@@ -323,8 +324,8 @@ def search_figure(record: SearchRecord, target: str) -> Figure | None:
     return Figure(
         title=f"Models of the search {record.name} on {target}",
         svg=chart.render(f"Loss of {record.metric} against time on {target}"),
-        caption="Lower and further left is better. Every dot is a model that was built. "
-        "Full dots are on the Pareto front: no other model is as accurate, "
+        caption="Lower and further left is better. Every dot except fp32 is a model that was "
+        "built. Full ones are on the Pareto front: no other model is as accurate, "
         "as small and as fast. Rings mark variants. Dashed line: the budget, "
         f"{number(limit)} points. Models with a much larger loss are at the upper edge. "
         f"Losses are measured on {record.rows} tuning rows. "

@@ -213,9 +213,9 @@ def _draw_slice(chart: Chart, result: GateResult, one: SliceResult, y: float, sc
 def _write_caption(result: GateResult, count: int, skipped: Sequence[SliceResult]) -> str:
     shown = f"The worst {_DRAWN} of {count}" if count > _DRAWN else f"All {count}"
     text = (
-        f"{shown} judged slices, the worst first, with 90 % intervals. Dashed line: "
-        f"{result.limit}. ✗ is beyond the limit after the correction for all slices, ✓ is within "
-        "it, ? is undecided."
+        f"{shown} judged slices with an estimate, the worst first, with 90 % intervals. "
+        f"Dashed line: {result.limit}. ✗ is beyond the limit after the correction for all slices, "
+        "✓ is within it, ? is undecided."
     )
     if skipped:
         text += f" Not judged because of too few rows or groups: {list_skipped(skipped)}."

@@ -50,9 +50,8 @@ def _judge_again(gates: Sequence[Gate], then: Evidence, now: Evidence) -> Iterat
     }
     for result in judge(gates, now).results:
         if result.verdict is Verdict.FAIL and (result.gate, result.metric) in failed_before:
-            yield replace(
-                result, advisory=True, reason=f"{result.reason}; the release failed this gate too"
-            )
+            reason = f"{result.reason}; the evidence of the release fails this gate too"
+            yield replace(result, advisory=True, reason=reason)
         else:
             yield result
 

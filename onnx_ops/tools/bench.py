@@ -248,7 +248,8 @@ def benchmark_pair(
     first = before.asked[0] if before.asked else ""
     elsewhere = [name for name, count in before.nodes.items() if name != first and count]
     if first not in before.used or (first != "CPUExecutionProvider" and elsewhere):
-        what = f"{first} was requested, but {', '.join(elsewhere or before.used)} ran instead"
+        others = ", ".join(elsewhere or before.used)
+        what = f"{first} was requested, but {others} ran nodes of the model"
         raise MeasurementError(what, where=a.name)
     facts = read_runtime_facts(runtime, target, b)
     request = derive_measurement_request(gates)

@@ -251,8 +251,8 @@ def test_dvc_fingerprint_after_removal_of_repository_requires_cached_commit(
 @pytest.mark.parametrize(
     ("given", "kind", "said"),
     [
-        ({"path": "../secret.npz"}, RefusedError, "the path is empty or absolute"),
-        ({"path": "/etc/passwd"}, RefusedError, "the path is empty or absolute"),
+        ({"path": "../secret.npz"}, RefusedError, "the path is empty, `.` or absolute"),
+        ({"path": "/etc/passwd"}, RefusedError, "the path is empty, `.` or absolute"),
         ({"paht": "x"}, UserError, "did you mean 'path'"),
         ({"rev": 2}, UserError, "rev: expected a string"),
         ({"md5": "abc"}, UserError, "is not an MD5"),

@@ -59,7 +59,10 @@ def test_load_and_sample_images_with_table_return_columns_in_order_of_images(
     [
         ("name,class\nb.png,1\na.jpg,0\n", "no column 'file_name'"),
         ("file_name,class\nb.png,1\n", "no row for 'a.jpg'"),
-        ("file_name,class\nb.png,1\na.jpg,0\nc.png,0\n", "'c.png', which is not an image"),
+        (
+            "file_name,class\nb.png,1\na.jpg,0\nc.png,0\n",
+            "'c.png', which is not a PNG or JPEG file",
+        ),
         ("file_name,class\nb.png,1\na.jpg,0\na.jpg,1\n", "'a.jpg' more than once"),
         ("file_name,image\nb.png,1\na.jpg,0\n", "the name 'image' is reserved"),
     ],

@@ -106,7 +106,7 @@ def test_sagemaker_diagnosis_of_image_checks_registry_existence_and_pull_permiss
     assert "digest" not in empty.remedy
     by_digest = found(image=image.replace("onnx-ops:1", f"empty@sha256:{'a' * 64}"))["image"]
     assert f"`docker push {image.replace('onnx-ops:1', 'empty')}:TAG`" in by_digest.remedy
-    assert "set `image` to the digest" in by_digest.remedy
+    assert "set `image` to the address with the digest" in by_digest.remedy
     far = found(image=image.replace("us-east-1", "eu-west-1"))["image"]
     assert not far.ok
     golden("reasons", far.found)

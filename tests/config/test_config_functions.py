@@ -74,9 +74,12 @@ def test_explain_missing_function_of_module_on_path_checks_its_names(root: Path)
         ("code.many:nothing", "no function 'nothing' in code/many.py"),
         (
             "code.mani:first",
-            "no module 'code.mani' in the project or on sys.path; did you mean 'code.many'?",
+            (
+                "no source of module 'code.mani' in the project or on sys.path; "
+                "did you mean 'code.many'?"
+            ),
         ),
-        ("nowhere.to.go:f", "no module 'nowhere.to.go' in the project or on sys.path"),
+        ("nowhere.to.go:f", "no source of module 'nowhere.to.go' in the project or on sys.path"),
         ("code.broken:f", "code/broken.py, line 1, is not valid Python: invalid syntax"),
         ("code.many.first", "'code.many.first' is not of the form package.module:function"),
         ("../code/many:first", "'../code/many:first' is not of the form package.module:function"),

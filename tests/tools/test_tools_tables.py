@@ -177,6 +177,6 @@ def test_get_dataset_with_missing_cells_for_int64_model_raises_user_error(
 
     with pytest.raises(
         UserError,
-        match="column 'visits' has missing cells or fractions, but the model expects int64",
+        match="column 'visits' has floats, but the model expects int64",
     ):
         get_dataset(context.store, load(context, HOLED), manifest)

@@ -305,9 +305,9 @@ class DvcSource(DataSource):
             raise NotFoundError(
                 f"DVC does not track {path}",
                 where=f"commit {commit[:12]}",
-                why="no .dvc file and no dvc.lock of that commit names this path",
-                remedy="Check that this revision contains the .dvc file. `path` is relative to "
-                "`repo`.",
+                why="no .dvc file and no dvc.yaml of that commit names this path",
+                remedy="Check that this revision contains the .dvc file or dvc.yaml. `path` is "
+                "relative to `repo`.",
             )
         pointer = codec.from_json(answers[0], DvcPointer)
         if not pointer.md5:
@@ -474,7 +474,7 @@ def _read_options(section: DataSection) -> DvcOptions:
     path = PurePosixPath(options.path)
     if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in options.path:
         raise RefusedError(
-            "the path is empty or absolute, or contains `..` or a null byte",
+            "the path is empty, `.` or absolute, or contains `..` or a null byte",
             where=f"data.options.path: {options.path}",
             remedy="Write the path of a file relative to `repo`, with slashes.",
         )

@@ -133,6 +133,6 @@ def _order_rows(columns: Mapping[str, Array], names: Sequence[str], where: str) 
             remedy="Add a row for the image, or remove the image.",
         )
     if absent := sorted(places.keys() - set(names)):
-        what = f"the table lists {absent[0]!r}, which is not an image in the folder"
-        raise UserError(what, where=where, remedy="Add the image, or remove its row.")
+        what = f"the table lists {absent[0]!r}, which is not a PNG or JPEG file in the folder"
+        raise UserError(what, where=where, remedy="Add the file, or remove its row.")
     return [places[name] for name in names]

@@ -169,8 +169,8 @@ def _check_image(connect: Clients, image: str) -> Finding:
     push = f"`docker push {image}`"
     if match["digest"]:  # Docker refuses to push a digest.
         push = (
-            f"`docker push {image.partition('@')[0]}:TAG`, and set `image` to the digest that it "
-            "prints"
+            f"`docker push {image.partition('@')[0]}:TAG`, and set `image` to the address "
+            "with the digest that it prints"
         )
     login = f"{_DOCS} shows the login of Docker."
     answer, code = _ask(

@@ -201,7 +201,8 @@ def _find_contradictions(options: SageMakerOptions) -> Iterator[tuple[str, str]]
          options.is_table and options.strategy == "guarded"),
         ("traffic", "with network isolation, containers cannot read tables: set `traffic: native`",
          options.is_table and options.isolated),
-        ("strategy", "alarms, canary_percent and linear_percent require strategy guarded",
+        ("strategy", ("alarms, canary_percent and linear_percent require strategy guarded "
+                      "or `traffic: table`"),
          not options.guarded and (bool(options.alarms) or is_shifted)),
         ("linear_percent", "excludes canary_percent",
          options.canary_percent > 0 and options.linear_percent > 0),

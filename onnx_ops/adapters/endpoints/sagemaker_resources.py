@@ -38,7 +38,7 @@ _NAMES = {"model": "Model", "endpoint_config": "EndpointConfig"}
 """
 _UPLOAD = "#"
 """Separator between key and id in the name of an incomplete upload."""
-_UNUSED = "its version is not deployed, and not needed"
+_UNUSED = "neither the live endpoint nor a needed version uses it"
 
 
 def pack_archive(deployment: Deployment, target: IO[bytes]) -> None:

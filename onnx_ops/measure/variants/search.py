@@ -206,6 +206,6 @@ def describe_recipe(record: SearchRecord, trial: Trial) -> Sequence[str]:
     """Describe how a variant was found by search."""
     excluded = f"; in float: {', '.join(trial.excluded)}" if trial.excluded else ""
     origin = (
-        f"found by search {record.name} among {len(record.trials)} models, {record.rows} rows: "
+        f"found by search {record.name} among {len(record.trials)} trials, {record.rows} rows: "
     )
     return (origin + describe_trial(trial, record.metric) + excluded, *trial.notes)

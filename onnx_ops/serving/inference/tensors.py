@@ -306,8 +306,8 @@ def parse_document(body: bytes) -> tuple[Any, bool]:
             containers = _count_letter(body, "[") + _count_letter(body, "{")
             if _count_letter(body, ",") > MAX_VALUES or containers > MAX_CONTAINERS:
                 raise TooLargeError(
-                    f"the body contains more than {MAX_VALUES} values, "
-                    f"or more than {MAX_CONTAINERS} lists and objects",
+                    f"the body contains more than {MAX_VALUES} commas, "
+                    f"or more than {MAX_CONTAINERS} opening brackets",
                     remedy="Send large tensors in the binary form.",
                 )
         document = _parse_lazily(body)

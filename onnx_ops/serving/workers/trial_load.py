@@ -352,7 +352,7 @@ def _build_crash_error(
     path = Path(deployments[0].location) / MODEL_FILE
     program = f"import onnxruntime; onnxruntime.InferenceSession({str(path)!r})"
     remedy = (
-        "Publish a version that loads. To reproduce the failure, run: "
+        "Publish a version that loads. To load the model alone, run: "
         f"python -c {shlex.quote(program)}"
     )
     if code == -signal.SIGKILL:

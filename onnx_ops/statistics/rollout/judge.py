@@ -393,7 +393,8 @@ def _explain_service_level(here: Sequence[ObservationInterval], rate: float) -> 
     errors, requests = sum(row[0] for row in rows), sum(row[1] for row in rows)
     effect = float(design_effect.estimate_error_effect(rows))
     intervals = "1 interval" if len(rows) == 1 else f"{len(rows)} intervals"
-    covered = f"requests in {intervals} ({sum(each.seconds for each in here) / 60:.0f} min) failed"
+    minutes = sum(each.seconds for each in here if each.canary.requests) / 60
+    covered = f"requests in {intervals} ({minutes:.0f} min) failed"
     missing = _explain_uncertified(errors, requests, rate, covered, "rate", effect)
     fewest = _compute_fewest_intervals(rate)
     return (
@@ -541,7 +542,7 @@ def _describe_failing_units(observations: Observations) -> str:
             continue
         if measure_unit_evidence(splits, place, 1.0) >= BREAKER_LIMIT:
             return (
-                f"{name}: on average {100 * mine:.0f} % of a unit's requests {what} in "
+                f"{name}: on average about {100 * mine:.0f} % of a unit's requests {what} in "
                 f"{counts[0].sum():.0f} units of the candidate, {100 * theirs:.2g} % in "
                 f"{counts[1].sum():.0f} of the stable version -> ROLL BACK"
             )
@@ -589,6 +590,6 @@ def describe_policy(policy: RolloutPolicy, capabilities: frozenset[str]) -> Iter
         and "exceedances" not in capabilities
     ):
         yield (
-            "latency is judged by percentiles: the provider does not count requests over a "
-            "threshold"
+            "latency is judged by percentiles: the metrics source does not count requests over "
+            "a threshold"
         )
