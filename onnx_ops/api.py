@@ -140,8 +140,8 @@ def check(*files: str | Path, overrides: Sequence[str] = ()) -> Result:
     """Validate pipeline files without running them; `onnx-ops check`.
 
     Problems in the files raise no exception: the document lists the problems. If the only file
-    cannot be read, the document describes this error. The exit code is then 2, or 4 if all problems
-    are packages or credentials that this machine lacks.
+    cannot be read, the document describes this error. In both cases, the exit code is 2. It is 4 if
+    all problems are packages or credentials that this machine lacks.
     """
     from onnx_ops.cli.pipelines import check as command
     from onnx_ops.errors import UserError
@@ -217,8 +217,8 @@ def promote(
         model: Registered model.
         version: Version of the model.
         target: Name of the target, e.g. cpu-1t.
-        reason: Required for an override, and recorded with it in the ledger. Without an override,
-            recorded in the registry if the version becomes the challenger.
+        reason: Recorded in the registry, unless the version serves already. An override requires
+            the reason, and the ledger records it too.
         actor: User recorded in the audit log; user@host by default.
         override: Override failed gates or a previous rollback.
 

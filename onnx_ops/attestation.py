@@ -1,6 +1,6 @@
 """Sign and verify decisions and overrides.
 
-The files of a deployment are loaded only if a signed statement names them.
+A server with trusted keys loads the files of a deployment only if a signed statement names them.
 
 A statement is an in-toto Statement v1 (https://in-toto.io/Statement/v1) whose subject is a manifest
 of files and whose predicate is a record: a decision or an override. The statement is signed in a

@@ -1,8 +1,8 @@
 """Convert domain values to JSON and back with cattrs.
 
-Unknown keys are refused, members of a union are distinguished by `kind`, and equal values have
-equal bytes. cattrs is imported when the first value is converted, so that commands that convert no
-value start sooner.
+Unknown keys are refused. Dataclasses in a union are distinguished by `kind`. Values are written as
+canonical JSON. cattrs is imported when the first value is converted, so that commands that convert
+no value start sooner.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def converge(
 ) -> T:
     """Repeat a step until it returns a result.
 
-    A step observes a service, compares it with the desired state, and makes one call. `tries`
+    A step observes a service, compares it with the desired state, and makes the next call. `tries`
     yields the attempts and pauses between them, as `attempts` does. The step is repeated after the
     errors in `retried`. After the last attempt, the last of these errors is raised; without one,
     the error that `timeout` builds is raised.

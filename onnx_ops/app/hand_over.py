@@ -65,7 +65,7 @@ def require_new_folder(folder: Path) -> None:
 
 
 def remove_evaluation(folder: Path) -> None:
-    """Remove a folder that `write_evaluation` wrote; keep a folder with any other content.
+    """Remove a folder of `write_evaluation`; keep a folder with any other content.
 
     Raises:
         StorageError: the folder cannot be removed.
@@ -208,8 +208,9 @@ def adopt(evaluation: Evaluation, pipeline: Pipeline, planned: Plan, store: Stor
         store: the store with the content of the evaluation.
 
     Raises:
-        RefusedError: the evaluation belongs to another pipeline file, or a measurement is that of
-            another variant, target or file.
+        RefusedError: the evaluation belongs to another pipeline file, or a measurement is missing
+            or that of another pipeline, variant, target or file.
+        CorruptStateError: a measurement cannot be read.
     """
     _require_same_file(evaluation, pipeline, planned)
     manifests = {one.stage: one.manifest for one in evaluation.outcomes if one.manifest is not None}
@@ -269,7 +270,7 @@ def _require_own_evidence(
 ) -> None:
     """Raise RefusedError if a benchmark's evidence does not belong to its stage.
 
-    The evidence must describe the stage's variant, files and target.
+    The evidence must name the pipeline, and the stage's variant, files and target.
     """
     digest = manifests[stage.id].files.get("evidence.json")
     if digest is None:

@@ -251,6 +251,7 @@ def show_progress(command: str, *places: object, quiet: bool) -> Iterator[Report
     """Show the running steps on standard error.
 
     A terminal shows one line that is redrawn. Without a terminal, each step is printed on a line.
+    With `quiet`, nothing is shown.
     """
     console = error_console()
     if quiet or not console.is_terminal:
@@ -320,7 +321,7 @@ def _report(result: SingleModelResult, model: Path, target: str) -> None:
 
 
 def advise(advice: Sequence[Advice]) -> None:
-    """Print the causes that slow a model down, and the settings that fix them."""
+    """Print the causes of a slow or wrong model, and the settings that fix them."""
     from onnx_ops.reporting.structure import advice_lines
 
     for line in advice_lines(advice):

@@ -46,7 +46,8 @@ class Objective:
 class TargetObjective:
     """The preference on one target, and what the target costs.
 
-    `price` is the cost per hour in any currency; None if unknown.
+    `price` is the cost per hour in any currency. It is None if it is unknown, or if the objective
+    is not cost.
     """
 
     objective: Preference = "latency"

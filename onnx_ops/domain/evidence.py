@@ -73,7 +73,7 @@ class ActivationMeasurement:
             rounding over that range.
         stretch: width of the range relative to the width of the values, at the end where the range
             fits best. None if the range can be the fixed range of a function (Softmax, Sigmoid,
-            Tanh), or if no value differs from 0.
+            Tanh). Also None if a value is not finite, or if no value differs from 0.
     """
 
     tensor: str
@@ -162,9 +162,9 @@ class ParityMeasurement:
     Floats are measured by column, an index of the last axis. Behind a convolution it is an index of
     the channels, and in a joined output each segment counts separately. `error`, `noise` and
     `ratio` = error / noise are the values of the worst `column`, whose largest |answer| is `scale`.
-    `error` is max |onnx - src64|. `noise` is the larger of max |src32 - src64| and the rounding
-    error that is computed from the graph. `columns` are the columns on real rows where small errors
-    are hardest to detect.
+    `error` is max |onnx - src64|. `noise` combines max |src32 - src64| and the rounding error that
+    is computed from the graph (see `statistics.parity.measure_output`). `columns` are the columns
+    on real rows where small errors are hardest to detect.
 
     For integer and string outputs, `error` is the share of rows that differ. Rows for which
     rounding can change the source's answer are not counted. `mismatch` names a difference that no
@@ -236,7 +236,8 @@ class WeightMeasurement:
     not explain the distance; otherwise it is None. It is the mean square error of the layer's
     outputs on real rows, relative to the error with plain rounding. For a bias (`bias`), it is
     relative to the error of the layer with the original bias. `stretch` is the range of the type's
-    levels divided by the range of the levels in use; None where the weight has no 8-bit levels.
+    levels divided by the range of the levels in use. It is None where it is not measured, such as
+    for weights without 8-bit levels.
     """
 
     tensor: str
@@ -322,9 +323,9 @@ class ScoreComparison:
     / sum of squared errors. `heavy` holds the indices of the worst rows, which together contribute
     half of the candidate's error, the worst row first; at most ten are kept.
 
-    If few rows (or groups) cause most of the losses, `carrying` is how many of those with the
-    largest losses must be removed until the losses of both models are spread evenly enough. `rest`
-    is the difference or ratio of the remaining rows; None if they have no loss.
+    If few rows (or groups) cause most of the losses, `carrying` counts those with the largest
+    losses. Without them, the losses of both models are spread evenly enough. `rest` is the
+    difference or ratio of the remaining rows; None if they have no loss.
     """
 
     metric: str
@@ -454,7 +455,7 @@ class ColdStartMeasurement:
     There is one value per process. `load_s` is the time to build the session, with the runtime
     imported and the file in the page cache. `first_s` is the time of the first inference.
     `peak_bytes` is the peak of resident memory from the start of loading, minus the memory that was
-    resident just before; empty where the system does not report it.
+    resident just before. It is empty if the value of a process is unknown or 0.
     """
 
     batch: int

@@ -74,9 +74,10 @@ class PlacedAttempts(Attempts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileData:
-    """Arrays from a `.npz` file, or columns of a table.
+    """Arrays from a file or a folder, or columns of a table.
 
-    A table is CSV (also tab-separated or gzip), Parquet or JSON Lines.
+    The file is `.npz` or `.npy`. The folder holds images, or test data of an ONNX model. A table is
+    CSV (also tab-separated or gzip), Parquet or JSON Lines.
     """
 
     file: Annotated[
@@ -265,7 +266,7 @@ class SystemComparison(Attempts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Calibrate:
-    """Calibration data of static quantization."""
+    """Calibration data of quantization."""
 
     data: Annotated[str, doc("Data set of `data`; must not be the data set that is scored.")] = (
         "train"

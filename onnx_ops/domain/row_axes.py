@@ -17,7 +17,7 @@ A dimension is free and has no name if its size is negative. The same is true if
 
 _BATCH_NAME = re.compile(r"n|b|bs|.*batch.*", re.IGNORECASE)
 _GENERATED_NAME = re.compile(r"\??|unk_.*|None")
-"""Names that exporters give to every free dimension.
+"""Names that exporters generate for free dimensions.
 
 Exporters also give such names to dimensions whose size never changes (tf2onnx: `unk__6`).
 """
@@ -40,9 +40,10 @@ def find_batch_symbol(shapes: Mapping[str, Shape]) -> str:
     """Return the name of the dimension that holds rows; empty if no name states it.
 
     A name qualifies if it is that of a batch (`N`, `batch_size`). It also qualifies if all inputs
-    with a free dimension share it, and it is the first dimension of at least one of them. Inputs
-    that begin with 1 need not share it, since they are broadcast. Names with "batch" come first,
-    then those that the most inputs share.
+    with a free dimension share it, and it is the first dimension of at least one of them. A free
+    first dimension without a name counts as this dimension. Inputs that begin with 1 need not share
+    it, since they are broadcast. Names with "batch" come first, then those that the most inputs
+    share.
     """
     free = {name: shape for name, shape in shapes.items() if any(map(is_free, shape))}
     required = {name for name, shape in free.items() if shape[0] != 1}
@@ -133,7 +134,7 @@ def guess_row_axes(
 def find_declared_axes(
     dynamic: Mapping[str, Mapping[int, str]], shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, int]:
-    """Return the axis of the rows of each input whose free axes are declared.
+    """Return the axis of the rows of each input that has one, from the declared axes.
 
     By default, axis 0 of an input is a batch.
 

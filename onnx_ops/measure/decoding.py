@@ -22,7 +22,7 @@ def decode_outputs(definition: MetricDefinition, outputs: Tensors, decode: Decod
 
     Raises:
         UserError: the function raises an error, returns another number of answers than rows, or
-            returns answers of different shapes. An OnnxOpsError of the function is raised
+            returns answers that `stack_answers` refuses. An OnnxOpsError of the function is raised
             unchanged.
     """
     rows = len(next(iter(outputs.values())))
@@ -49,7 +49,8 @@ def stack_answers(definition: MetricDefinition, answers: Sequence[Any]) -> Array
     """Return one array of the answers of all rows.
 
     Raises:
-        UserError: the answers are of different shapes, or boxes are not numbers.
+        UserError: the answers are of different shapes, or boxes are not an array (boxes, columns)
+            of numbers.
     """
     if any(isinstance(answer, str | bytes) for answer in answers):
         texts = np.empty(len(answers), dtype=object)

@@ -313,9 +313,9 @@ def find_worst(measured: Sequence[ParityMeasurement]) -> ParityMeasurement | Non
 def locate_divergence(failed: FailedExport, make_tracer: TracerFactory) -> Divergence:
     """Return the first diverging node, or the reason why it is unknown.
 
-    The graph runs unchanged, without the runtime's optimizations, on the inputs where parity
-    failed. Errors in this search are reported as a note: the parity gate has already failed, and
-    the search only explains the failure.
+    The graph runs without the runtime's optimizations, on inputs of the group where parity failed.
+    Errors in this search are reported as a note: the parity gate has already failed, and the search
+    only explains the failure.
     """
     plain = replace(failed.target, session=replace(failed.target.session, graph_level="disabled"))
     group = next(g for g in failed.reference if g.name == failed.worst.group)

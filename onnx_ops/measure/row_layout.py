@@ -194,7 +194,8 @@ def _find_sizes(
 ) -> list[int]:
     """Return the size of each axis.
 
-    It is the fixed size, the size of the axis' symbol in `sizes`, or the size in the value.
+    It is the fixed size, the size of the axis' symbol in `sizes`, or the size in the value. The
+    size is 1 if the value lacks the axis.
     """
     shape = [sizes.get(str(size), -1) if is_free(size) else int(size) for size in spec.shape]
     start = len(shape) - array.ndim

@@ -576,7 +576,7 @@ def choose_action(
 
 
 def _is_step_late(state: ReleaseState, now: float) -> bool:
-    """Return whether the candidate's present step lasts longer than its policy permits."""
+    """Return whether the candidate's step lasts longer than its policy permits."""
     seen, roles = state.observations, state.roles
     if seen is None or roles.candidate is None:
         return False

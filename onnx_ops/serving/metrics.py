@@ -391,7 +391,7 @@ class SharedMetrics:
         )
 
     def sum_slot(self, slot: int) -> Sequence[int]:
-        """Return the numbers of a slot, summed over the workers and its shadow process."""
+        """Return the numbers of a slot, summed over all processes."""
         rows = [self.get_row(process, slot).tolist() for process in range(self.workers + 1)]
         return [sum(column) for column in zip(*rows, strict=True)]
 

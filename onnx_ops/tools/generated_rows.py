@@ -170,7 +170,7 @@ def generate_samples(
 
     Inputs with a shared axis (`domain.row_axes`) get rows. Inputs without that axis are drawn as a
     whole, and additional groups have other values of them. Without a shared axis, this applies to
-    all inputs. If `count` rows exceed 64 MiB, there are fewer rows, but a whole batch.
+    all inputs. If `count` rows exceed 64 MiB, there are fewer rows, but at least one batch.
 
     Symbolic dimensions other than the batch have the size 8, unless `dims` names them. Additional
     groups have other sizes.
@@ -181,8 +181,8 @@ def generate_samples(
 
     Raises:
         UserError: an input is not a tensor, takes encoded images, or has a type that cannot be
-            generated. The same error is raised if one row exceeds 1 GiB, if `dims` or `fix` has an
-            unknown name, or if a value of `fix` does not fit its input.
+            generated. The same error is raised if one row exceeds 1 GiB, or if `dims` or `fix` has
+            an unknown name. It is also raised if a value of `fix` does not fit its input.
     """
     fix, bounds = fix or {}, bounds or {}
     _refuse_encoded_inputs(bounds)

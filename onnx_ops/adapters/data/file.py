@@ -27,7 +27,10 @@ _SMALL_BYTES = 16 << 20
 """Files up to this size are read completely when their first rows are requested."""
 
 _HEAD_BYTES = 8 << 20
-"""Size to which the first rows of larger files are limited."""
+"""Size to which the first rows of larger files are limited.
+
+At least one row is read.
+"""
 
 _SAMPLED_IMAGES = 32
 """Number of images of a folder that are read when its first rows are requested."""
@@ -146,7 +149,9 @@ def _add_objects(
     """Return the arrays with those of the annotations.
 
     Raises:
-        UserError: the data already has an array with the name of one of these.
+        NotFoundError: the file of the annotations does not exist.
+        UserError: the annotations are not valid, or the data already has an array with the name of
+            one of theirs.
     """
     path = _find_annotations(section, root)
     if path is None:
@@ -192,8 +197,8 @@ def read_arrays(
     """Return the arrays of a `.npz` or `.npy` file, or the columns of a table.
 
     No pickled data is loaded. The suffix of `name`, the file's original name, determines whether
-    the file is a table, and its format. With `most_bytes`, only the first rows of each array are
-    read.
+    the file is a table, and its format. With `most_bytes`, only the first rows of the arrays are
+    read, and arrays without rows are read whole (see `_read_head`).
 
     Raises:
         UserError: the file has another format, is damaged, contains no rows, or is a pointer of Git
@@ -243,8 +248,8 @@ def _read_archive(
 ) -> tuple[Mapping[str, tuple[int, ...]], Mapping[str, Array]]:
     """Return the shapes of all arrays in a `.npz` or `.npy` file, and the arrays.
 
-    With `most_bytes`, only the first rows of the arrays are returned. The array of a `.npy` file
-    has no name; it gets the name `stem`.
+    With `most_bytes`, only the first rows of arrays with rows are returned (see `_read_head`). The
+    array of a `.npy` file has no name; it gets the name `stem`.
 
     Raises:
         UserError: the file is not a file of plain arrays, or is damaged.
@@ -293,8 +298,8 @@ def _read_head(archive: Any, most_bytes: int) -> tuple[dict[str, tuple[int, ...]
     """Return the shapes of all arrays, and their first rows.
 
     As many rows are read as fit into `most_bytes`, but at least one. An array without an axis of
-    rows is read whole. Zeros stand for the rows of a multi-dimensional array that is stored by
-    column.
+    rows is returned whole. A multi-dimensional array that is stored by column is not read: zeros
+    stand for its values.
     """
     import numpy as np
     from numpy.lib import format as npy

@@ -52,7 +52,7 @@ _Shift = Annotated[int, Ge(0), Le(50)]
 class SageMakerOptions(AwsAccess, LeaseOptions, ContainerOptions):
     """Options of one endpoint and of its server; see docs/sagemaker-options.md.
 
-    The limits of values that SageMaker receives are those of SageMaker.
+    Most limits of values are those of SageMaker.
     """
 
     role: Annotated[

@@ -26,8 +26,8 @@ def read_source_trees(model: object) -> tuple[Tree, ...] | None:
 
     The estimator is the model itself or the last step of a pipeline. A forest averages its trees,
     so each leaf of n trees is multiplied by 1/n. GradientBoosting adds its trees, each
-    multiplied by the learning rate. With k classes, tree i belongs to class i modulo k. For two
-    classes, a file contains only the weights of the second class.
+    multiplied by the learning rate. With k > 2 classes, tree i belongs to class i modulo k. For two
+    classes, a tree has only the weights of the second class.
     """
     last, grown = get_last_step(model), _estimators(model)
     if not grown:
@@ -106,9 +106,9 @@ def _weights(estimator: Any, value: Any) -> Any:
 def route_missing_values(converted: Any, model: object) -> None:
     """Route NaN to the same branches in the export as in the source.
 
-    The converter does not route NaN. The routes are changed only if the export contains one tree
-    ensemble, and the source ends in a tree, a forest or a GradientBoosting estimator. A tree that
-    was trained without NaN routes NaN with the majority of its training rows.
+    skl2onnx 1.20 does not route NaN in trees, forests and GradientBoosting estimators. The routes
+    are changed only if the source ends in one of them, and the export contains one tree ensemble. A
+    tree that was trained without NaN routes NaN with the majority of its training rows.
     """
     ensembles = [node for node in converted.graph.node if node.op_type in ENSEMBLES]
     grown = [estimator.tree_ for estimator in _estimators(model)]

@@ -55,9 +55,9 @@ If the ledger is damaged before that entry, readers start at that entry, and ver
 SNAPSHOT_EVERY = 4
 """Number of entries from one snapshot to the next.
 
-Only a signed entry names a snapshot that is stored. If the last of these snapshots is valid, and is
-followed by at most this number of entries, reading a state takes at most this number of reads plus
-five.
+Only a signed entry names a snapshot that is stored. Usually, the last of these snapshots is valid,
+and at most this number of entries follow it. Reading a state then takes at most this number of
+reads plus five.
 """
 _SWEEP_EVERY = 64
 """Number of entries from one deletion of unfinished files to the next.
@@ -259,7 +259,7 @@ class ObjectLedger(Ledger):
     ) -> Iterator[tuple[Head, StoredEntry]]:
         """Yield each further entry and the head after it.
 
-        Damaged entries before an adoption are skipped.
+        If an entry is damaged, the entries up to the last adoption are skipped.
 
         Args:
             signed: whether signatures are verified.
@@ -320,9 +320,9 @@ class ObjectLedger(Ledger):
     def _has_later(self, endpoint: str, last: int) -> bool:
         """Return whether an entry exists with a number above `last` + 1.
 
-        If so, entry `last` + 1 is missing. For a remote store, an instance lists the names of an
-        endpoint only once, since the list grows with the ledger. Later calls only read entry
-        `last` + 2.
+        If so, entry `last` + 1 is missing, or was written meanwhile. For a remote store, an
+        instance lists the names of an endpoint only once, since the list grows with the ledger.
+        Later calls only read entry `last` + 2.
         """
         if endpoint in self._listed and not isinstance(self._objects, LocalObjects):
             return self._objects.read(format_name(endpoint, last + 2)) is not None

@@ -72,7 +72,7 @@ class CloudWatchMetrics(MetricsSource):
         self._connected: dict[AwsAccess, Clients] = {}
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
-        """Return an error if credentials are missing; send no request to AWS."""
+        """Return an error if region or credentials are missing; send no request to AWS."""
         return find_missing_credentials(
             read_access(config.options, self._options), where=config.endpoint
         )
@@ -95,6 +95,7 @@ class CloudWatchMetrics(MetricsSource):
             RefusedError: AWS denies access.
             InfrastructureError: AWS refuses a request, for example for a missing endpoint.
             UserError: profile, region or credentials are missing or wrong.
+            MissingPackageError: boto3 is not installed.
         """
         access = read_access(config.options, self._options, where=config.endpoint)
         if access not in self._connected:

@@ -21,8 +21,8 @@ _LIBRARY = "onnxruntime.quantization.calibrate"
 _FINER = 2
 """Number of bins, as a multiple of the runtime's number.
 
-The bins are never wider than the runtime's, since their power of two is at most twice the largest
-value.
+The power of two is at most twice the largest value. So no bin is wider than with the runtime's
+number of bins between 0 and this value.
 """
 
 _LEAST = -126

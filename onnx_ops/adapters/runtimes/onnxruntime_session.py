@@ -239,12 +239,12 @@ _PLUGGED: dict[str, Path] = {}
 
 
 def list_providers() -> tuple[str, ...]:
-    """Return the execution providers of the installed build."""
+    """Return the execution providers of the installed build, without plug-ins."""
     return tuple(name for name in _ort().get_available_providers() if name not in _PLUGGED)
 
 
 def list_devices() -> tuple[str, ...]:
-    """Return the devices that ONNX Runtime detects, with provider and vendor."""
+    """Return the devices of the build's own providers, with provider and vendor."""
     pairs = (
         (entry.ep_name, entry.device)
         for entry in _ort().get_ep_devices()

@@ -43,7 +43,8 @@ _END = {"end": True}
 class SearchResult:
     """The record of a search, and the model and trial of each filled role.
 
-    If no role was filled, `closest` is the measured model and trial with the smallest loss.
+    If no role was filled, `closest` is the model and trial with the least loss of the metric. It is
+    None if no trial was measured.
     """
 
     record: SearchRecord

@@ -176,7 +176,10 @@ class ShadowQueue:
             loaded.row[SHADOW_DROPPED] += 1
 
     def close(self) -> None:
-        """Send what the sockets accept now, and close the connections."""
+        """Send a part of each queue, drop the rest, and close the connections.
+
+        Only what the sockets accept now is sent, and at most about `_MAX_SENT_BYTES` of a queue.
+        """
         for link in self._links.values():
             link.close()
 
@@ -315,7 +318,11 @@ def responses_differ(expected: RawResponse, actual: RawResponse, tolerance: floa
 
 
 def _decode_outputs(response: RawResponse) -> dict[str, Any]:
-    """Return values by output: arrays for the binary form, otherwise JSON values."""
+    """Return values by output.
+
+    Values in the binary form are arrays of floats, or bytes for other types. Others are JSON
+    values.
+    """
     size = read_header_length(response)
     document = orjson.loads(response.body[:size])
     if "predictions" in document:

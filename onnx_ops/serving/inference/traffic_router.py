@@ -25,7 +25,7 @@ _MASK = 0xFFFFFFFF
 class CellDraw:
     """The assignment of all cells of users to deployments, for one epoch.
 
-    Epoch 0 lasts as long as the split. `slots` has, for each cell, an index into
+    Epoch 0 is that of a split without epochs. `slots` has, for each cell, an index into
     `TrafficRouter.slots`. `is_timed` states whether latencies are counted by cell. They are counted
     for all requests of an epoch or for none. Otherwise, the requests that are left out could all
     belong to one version.

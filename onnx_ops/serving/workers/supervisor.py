@@ -287,9 +287,9 @@ class Supervisor:
     def _can_count_users(self, request: UserCountsRequest) -> bool:
         """Return whether the watched deployments get requests, or no table is published.
 
-        If not, the measurement of their cold starts is started, unless it is running or a
-        publication is in progress. Requests are counted by user as soon as the candidate can get
-        requests.
+        If not, the measurement of their cold starts is started if samples are missing, unless it is
+        running or a publication is in progress. Requests are counted by user as soon as the
+        candidate can get requests.
         """
         if (current := self._publisher.current) is None:
             return True

@@ -6,10 +6,10 @@ multiplied. Its validity depends on how requests are assigned to revisions:
 
 - `request`: the proxy draws a revision for each request. The assignment is then the only random
   part, and the law holds for any cause of the events. The design effect is 1. It is not estimated,
-  since an estimate costs power: a canary with 1 % of errors, against 0.1 % of the stable revision,
-  fails after 418 requests (median of 300 rollouts), and after 584 with an estimate
+  since an estimate costs power. A canary with 1 % of errors, against 0.1 % of the stable revision,
+  fails after 418 requests (median of 300 rollouts). With an estimate, it fails after 584
   (`benchmarks.analysis_truth`). Two conditions remain. The split must not change within an
-  interval, since the odds ratio of two mixed splits is not 1 if the rate of events changes too
+  interval. Otherwise, the odds ratio of the mixed splits is not 1 if the rate of events changes too
   (Simpson 1951, J. R. Stat. Soc. B 13:238-241). And the counts of both revisions must cover the
   same time, so they must come from the same target, such as the proxy. Otherwise a burst falls into
   one interval of the canary and a different interval of the stable revision.
