@@ -208,7 +208,9 @@ def _add(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Watch:
-    """Latency thresholds of the compared deployments, the candidate first.
+    """Latency thresholds of the compared deployments.
+
+    For epochs, the first deployment is the candidate.
 
     `limits_s` maps each deployment to its thresholds in seconds by the name of the guardrail.
     """

@@ -42,9 +42,9 @@ from onnx_ops.release.reconcile import StepReport, reconcile_until_stable
 from onnx_ops.scratch import Durations
 
 RELEASE = (StageKind.PROMOTE, StageKind.DEPLOY)
-"""Kinds of stages whose result is the state of an endpoint.
+"""Kinds of stages that change endpoints or aliases.
 
-This state is in the ledger instead of the store.
+The ledger shows whether such a stage must run, instead of a stored result.
 """
 
 
@@ -258,8 +258,9 @@ def was_compared(context: Context, model: str, evidence: Evidence) -> bool:
     """Return whether a release needs no further comparison before it is promoted.
 
     This is so if the release was compared with the version that serves its target now, or if no
-    version serves the target. It is also so if the release was promoted at an endpoint before.
-    Without an endpoint, the champion in the registry is treated as the serving version.
+    version serves the target. It is also so if a version of the release serves the target, or was
+    promoted at an endpoint before. Without an endpoint, the champion in the registry is treated as
+    the serving version.
 
     Raises:
         InfrastructureError: the ledger or the registry does not answer.

@@ -345,7 +345,7 @@ class Preflight:
             yield Issue(("export", *loc), problem.without_place(), on_key=True)
 
     def _quantize_options(self) -> Iterator[Issue]:
-        """Yield issues of options that an optimizer does not have."""
+        """Yield issues of options that an optimizer does not have or accept."""
         from onnx_ops.adapters.optimizers.library import read_options
 
         for loc, entry in self.draft.quantize:

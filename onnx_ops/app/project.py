@@ -71,7 +71,7 @@ def check(
 
     Raises:
         UserError: the file cannot be read.
-        ConfigError: the file has problems; the error holds all of them.
+        ConfigError: the file has problems; the error holds all that were found.
         NotReadyError: the only problems are those of this machine, such as a missing package.
     """
 
@@ -166,7 +166,7 @@ def _machine_findings(
 
 
 def _advise_pool(project: Project, name: str) -> str:
-    """Return how a target that this machine cannot measure is measured on another machine."""
+    """Return how to measure a target on another machine, if this one cannot."""
     from onnx_ops.config.folders import TARGETS, find_config_folder
 
     if project.targets.is_measured(name) is None:
@@ -279,7 +279,7 @@ def list_capabilities(project: Project, entry: Deploy) -> frozenset[str]:
 
 
 def describe_rollouts(project: Project, pipeline: Pipeline) -> list[str]:
-    """Return notes on the durations of a pipeline's rollouts, for the file's author."""
+    """Return notes on what a pipeline's rollouts require, for the file's author."""
     if not any(entry.rollout.is_analyzed for entry in pipeline.deploy):
         return []
     from onnx_ops.statistics.rollout.judge import describe_policy

@@ -715,7 +715,7 @@ def _add_to_repository(
 
 
 def _print_results(results: Iterable[PipelineResult], *, as_json: bool) -> int:
-    """Print the result of each pipeline when it ends; return the worst exit code.
+    """Print each result in the order of the files; return the worst exit code.
 
     With `as_json`, one document with all results is printed at the end.
     """

@@ -58,8 +58,9 @@ class TrafficSplit:
     changes.
 
     `shadow` is the percentage of requests that are copied to a deployment, by its name. Clients do
-    not receive the answers to copies. The answers are compared: a number differs if its error
-    exceeds `shadow_tolerance` times the largest absolute value of its output.
+    not receive the answers to copies. The answers are compared: a floating-point number differs if
+    its error exceeds `shadow_tolerance` times the largest absolute value of its output. Other
+    values must be equal.
     """
 
     weights: Mapping[str, int]
@@ -88,13 +89,13 @@ class EndpointState:
     """The deployments of an endpoint and the traffic each receives.
 
     `drift` describes differences of the observed endpoint from its options, such as another image
-    or port. Applying any state restores the options. `out_of_service` are deployments to which
-    the endpoint gives no requests, with the reason. `stragglers` are servers that may still serve
-    an earlier state, with the reason. `replacements` are changes that the provider makes to the
-    instances at this moment; no rollout advances meanwhile. In a desired state, `drift`,
-    `out_of_service`, `stragglers` and `replacements` are empty. `limits_s` are latencies in
-    seconds, by name of a deployment. While deployments are compared, their requests above these
-    latencies are counted.
+    or port. Applying a state that moves no traffic restores the options. `out_of_service` are
+    deployments to which the endpoint gives no requests, with the reason. `stragglers` are servers
+    that may still serve an earlier state, with the reason. `replacements` are changes that the
+    provider makes to the instances at this moment; no rollout advances meanwhile. In a desired
+    state, `drift`, `out_of_service`, `stragglers` and `replacements` are empty. `limits_s` are
+    latencies in seconds, by name of a deployment. While deployments are compared, their requests
+    above these latencies are counted.
     """
 
     deployments: tuple[Deployment, ...]

@@ -128,8 +128,9 @@ class TaskMetric:
         options: the keys of a gate that shape the metric, with their defaults. None: without a
             fixed default.
         label_free: without labels, the candidate is compared with the baseline itself.
-        unit: `1` for a share, empty for the label's unit. By default, a metric whose lower values
-            are better has the label's unit; any other metric is a share.
+        unit: `1` for a share, empty for a plain number, such as one in the label's unit. By
+            default, a metric whose lower values are better is a plain number; any other metric is a
+            share.
         display: the metric's name in evidence and tables, with options in braces. By default, the
             name in the table of metrics.
         extra: the extra of onnx-ops whose packages compute the metric; empty if none is needed.

@@ -52,7 +52,8 @@ class SystemRequest:
 class SystemJudgement:
     """The results on each target; `worst` is the input that a report shows.
 
-    `step` names the first step outside its tolerance, or `ANSWER`; empty if neither failed.
+    `step` names the first step that failed (not an advisory one), or `ANSWER`; empty if neither
+    failed.
     """
 
     decisions: tuple[Decision, ...]

@@ -1,6 +1,7 @@
 """Boxes, keypoints and masks: outputs and labels of models, and their checks.
 
-If outputs or labels do not fit, functions raise UserError.
+Functions raise UserError if labels or outputs are not valid. Functions that read outputs return
+None if no output fits.
 """
 
 from __future__ import annotations

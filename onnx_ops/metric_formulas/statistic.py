@@ -48,7 +48,10 @@ def mean(values: Array) -> Statistic:
 
 
 def make_mean_statistic(values: Array) -> MetricStatistic:
-    """Return the metric that averages one value per row, at most 1; a wrong row has 0."""
+    """Return the metric that averages one value per row, at most 1.
+
+    Its step is that of a row whose value falls from 1 to 0.
+    """
     return MetricStatistic(statistic=mean(values), reads=values, step=1 / len(values))
 
 

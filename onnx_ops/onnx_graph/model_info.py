@@ -86,7 +86,7 @@ def _spec(value: onnx.ValueInfoProto) -> TensorSpec:
 def read_shape(value: onnx.ValueInfoProto) -> tuple[int | str, ...]:
     """Return the sizes and names of the dimensions of a tensor.
 
-    A dimension without a name is `?`.
+    A dimension without a size and a name is `?`.
     """
     dims = value.type.tensor_type.shape.dim
     return tuple(

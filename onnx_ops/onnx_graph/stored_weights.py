@@ -108,7 +108,11 @@ class StoredWeightReader:
         self._all_nodes = list(iterate_nodes(model))
 
     def iterate_weights(self) -> Iterator[StoredWeight]:
-        """Yield each rounded constant once; constants without axes are omitted."""
+        """Yield each rounded constant of the main graph once.
+
+        Constants without axes or of unknown layout are omitted. For 16-bit floats, see
+        `iterate_half_weights`.
+        """
         seen = set()
         for node in self._nodes:
             for weight in self._read_weights(node):
@@ -513,7 +517,7 @@ _LIMITS = {
     **{f"int{bits}": (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) for bits in (2, 4, 8, 16)},
     **{f"uint{bits}": (0, (1 << bits) - 1) for bits in (2, 4, 8, 16)},
 }
-"""The least and the largest level of each type."""
+"""The least and the largest level of each integer type."""
 
 
 def _count_end_steps(levels: Floats, kind: str) -> Floats:

@@ -183,8 +183,8 @@ def run_pipeline(
     """Run a pipeline with a task run for each stage.
 
     Artifacts, events and notifications are published. Up to `jobs` stages run in parallel, by
-    default one per core. While a stage measures times, no other stage runs in a child process on
-    this machine.
+    default one per core. While a stage measures times, this process runs no other stage in a child
+    process.
     """
     prepared = prepare(
         project, project.settings.root / Path(file), overrides=overrides, until=until

@@ -52,7 +52,8 @@ class Registry(Protocol):
         descriptions of the versions.
 
         Raises:
-            UserError: a name is not valid, or (MLflow) the experiment of the model was deleted.
+            UserError: a name or a record is not valid, or (MLflow) the experiment of the model was
+                deleted.
             RefusedError: a model references weights that are not among its files.
             DigestMismatchError: a file is not what its manifest declares.
         """
@@ -116,7 +117,8 @@ class Registry(Protocol):
 
         Raises:
             NotFoundError: the registry does not have the version, or its files.
-            DigestMismatchError: the list of files was changed after the registration.
+            DigestMismatchError: the list of files was changed after the registration, or a file is
+                missing.
             RefusedError: the location of the files is not permitted.
         """
 
@@ -233,9 +235,10 @@ class EndpointProvider(Plugin):
     def capabilities(self, options: Mapping[str, Json] | None = None) -> frozenset[str]:
         """Return the provider's capabilities for an endpoint with these options.
 
-        These are `split`, `sticky`, `epochs` (users are assigned anew in each epoch), `shadow`,
-        `guarded` (the provider itself shifts the traffic and watches alarms), `fleet` (instances
-        are changed separately from the traffic), and those of the provider's own metrics source.
+        These are `split`, `sticky`, `epochs`, `guarded`, `fleet`, and those of the provider's own
+        metrics source. With `epochs`, users are assigned anew in each epoch. With `guarded`, the
+        provider itself shifts the traffic and watches alarms. With `fleet`, instances are changed
+        separately from the traffic.
         """
 
     @abstractmethod
@@ -328,7 +331,8 @@ class EndpointProvider(Plugin):
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Bring the endpoint to this state, with its options.
 
-        The call is idempotent. No request is dropped.
+        The call is idempotent. A change of traffic drops no request. With the capability `fleet`,
+        the options are restored only if the state moves no traffic.
 
         Raises:
             ConflictError: a later generation, or another state of this generation, was applied
@@ -350,8 +354,8 @@ class EndpointProvider(Plugin):
 
         If the endpoint has that deployment and the capability `split`, only weights are changed; a
         later `apply` cleans up. Deployments without traffic are neither loaded nor started. Other
-        deployments of the endpoint are not removed then. An endpoint that does not run, or does not
-        answer, is started with this state only.
+        deployments of the endpoint are not removed then. If the provider starts servers, an
+        endpoint that does not run, or does not answer, is started with this state only.
 
         The generation of `state` is the generation of the request. If the endpoint has reached the
         state since the request, the provider can leave it unchanged.
@@ -388,7 +392,7 @@ class EndpointProvider(Plugin):
     def list_servers(self, config: EndpointConfig) -> Sequence[EndpointServer]:
         """Return the servers of the endpoint that report individually.
 
-        The result is empty if the provider runs the servers.
+        The result is empty if no server does so.
 
         Raises:
             ServiceUnavailableError: their reports cannot be read.
@@ -398,7 +402,7 @@ class EndpointProvider(Plugin):
     def list_memory(self, config: EndpointConfig) -> Sequence[ServerMemory]:
         """Return the memory of the servers that report.
 
-        The result is empty if the provider chooses the memory, or no server reports.
+        The result is empty if no server reports its memory.
 
         Raises:
             ServiceUnavailableError: their reports cannot be read.
@@ -512,9 +516,9 @@ class MetricsSource(Plugin):
     ) -> MetricsReading:
         """Return the counts of these deployments until now.
 
-        All counts are of the same moment. Each deployment is counted against its thresholds. Counts
-        only grow while `MetricsReading.origin` stays the same; a restart of the counters changes
-        it. Unknown counts are None.
+        All counts of one server, or of a metrics service, are of the same moment. Each deployment
+        is counted against its thresholds. Counts only grow while their `origin` stays the same; a
+        restart of the counters changes it. Unknown counts are None.
 
         Raises:
             RefusedError: access is denied.
@@ -526,8 +530,8 @@ class MetricsSource(Plugin):
     ) -> tuple[Sequence[float], Sequence[int]] | None:
         """Return a deployment's latency histogram; None if the source has none.
 
-        The histogram has ascending upper bounds in seconds, and one more count than bounds. It
-        covers all requests that the source has counted, without a limit of time.
+        The histogram has ascending upper bounds in seconds, and one more count than bounds. It is
+        not limited to recent requests. It can begin when the present servers started.
 
         Raises:
             ServiceUnavailableError: the source does not answer.

@@ -540,7 +540,7 @@ def _find_moved(
 
 
 def _exists(state: ReleaseState) -> bool:
-    """Return whether the endpoint was ever started and is not being deleted."""
+    """Return whether the endpoint was started or will be; False during a deletion."""
     if state.deleting:
         return False
     return (

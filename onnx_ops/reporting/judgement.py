@@ -27,8 +27,8 @@ class Heading:
     """The text above the table.
 
     `kind` describes the candidate, and `rows` the input rows. `times` states the median times of a
-    request before and after; `sizes` are the bytes before and after. `notes` name the checks that
-    were not possible.
+    request before and after; `sizes` are the bytes before and after. `notes` name checks that were
+    not possible, and other limits of the judgement.
     """
 
     baseline: str

@@ -37,8 +37,8 @@ without any change can therefore pass.
 ALARM = 0.02
 """p-value up to which rows are reported as dependent.
 
-The rows are neighbours, or have the same value in an array. It is the share of false alarms among
-data sets with independent rows.
+The rows are neighbours, or have the same value in an array. It is the share of false alarms of one
+test among data sets with independent rows.
 """
 
 _HINT = 1 / 3
@@ -250,7 +250,7 @@ def _find_unused_groups(
 def _compute_group_variances(permuted: Sequence[Array], group: Array) -> list[Array]:
     """Return, for each signal, the sum over groups of squared group sum / group size.
 
-    The shape is (permutations, 1) for each signal.
+    The shape is (1 + permutations, 1) for each signal.
     """
     sizes = np.maximum(np.bincount(group), 1)
     # A single bincount covers all permutations: each permutation has separate group numbers.
@@ -317,7 +317,7 @@ def _list_number_columns(inputs: Mapping[str, Array], rows: int) -> Iterator[Arr
 def _window_variances(values: Array) -> Array:
     """Return the mean squared sums over windows of successive rows.
 
-    The shape is (permutations, window lengths).
+    The shape is (1 + permutations, window lengths).
     """
     sums = np.cumsum(np.pad(values, ((0, 0), (1, 0))), axis=1)
     lengths = [length for length in _WINDOWS if 8 * length <= values.shape[1]] or [2]
@@ -332,7 +332,7 @@ def _compute_chance(signals: Sequence[Array]) -> float:
     their dependence.
 
     Args:
-        signals: arrays of shape (permutations, statistics), with the same permutations.
+        signals: arrays of shape (1 + permutations, statistics), with the same permutations.
     """
     if not signals:
         return 1.0

@@ -5,7 +5,7 @@ bootstrap over rows. If the data has groups, groups are drawn instead of rows.
 
 The bootstrap ignores kinds of rows that are missing from the sample. The interval of a metric with
 a range therefore includes their possible effect. Even if none of n rows is wrong, up to 3/n of all
-rows can be wrong (at 5 % error), and each can change the metric by its largest step.
+rows can be wrong (at 5 % error). Each of them can change the metric by its largest step.
 
 If two models have equal outputs on every row, the change is exactly 0. Equal classes, tokens or
 texts do not show this (`_find_equal`). If only the scores of the rows are equal, and the metric has

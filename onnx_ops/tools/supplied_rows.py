@@ -193,7 +193,7 @@ def _read_scalar(spec: TensorSpec, array: Any, where: str) -> Any:
 
 
 def _resize(samples: SampleRows, inputs: Sequence[TensorSpec]) -> dict[str, Tensors]:
-    """Return real rows, cut or repeated to other sizes of free dimensions, by group."""
+    """Return real rows, cut or repeated to other sizes, by the name of the sizes."""
     shapes = {
         s.name: move_axis_first(s.shape, samples.axes[s.name])
         for s in inputs

@@ -98,8 +98,8 @@ class RetryPolicy:
 
     `operation_s` limits an operation (a new deployment takes 5 to 20 minutes). `answer_s` limits
     the retries of a failing service, and `lag_s` the time until a read shows a write. Pauses
-    between reads grow from `pause_s` to `longest_s`. An endpoint that this machine has not changed
-    is treated as missing if `confirmations` reads do not find it.
+    between attempts grow from `pause_s` to `longest_s`. An endpoint that this machine has not
+    changed is treated as missing if `confirmations` reads do not find it.
     """
 
     operation_s: float = 2700.0
@@ -110,7 +110,7 @@ class RetryPolicy:
     confirmations: int = 3
 
     def attempts(self, within_s: float, *, at_least: int = 2) -> Iterator[int]:
-        """Yield attempts with growing pauses until the time is over, and at least `at_least`."""
+        """Yield attempts with growing pauses within a time, and at least `at_least`."""
         return attempts(within_s, self.pause_s, longest_s=self.longest_s, at_least=at_least)
 
 
@@ -176,7 +176,7 @@ class AzureClient:
 
         Raises:
             OnnxOpsError: Azure refuses the request, or does not answer. `_explain_answer` selects
-                the type of the error.
+                the type of the error for a refusal.
         """
         url = path if "api-version=" in path else f"{path}?{API_VERSION}"
         try:
@@ -252,9 +252,9 @@ class AzureClient:
             raise _make_write_error(error, "HTTP 429" in error.why) from error
 
     def write(self, where: str, begin: Callable[[], Any], *, instances: int = 1) -> None:
-        """Start an operation, and wait until it ends or `policy.operation_s` is over.
+        """Start an operation, and wait for its end, at most `policy.operation_s` seconds.
 
-        Callers then read its result.
+        An unanswered poll also ends the wait. Callers then read the result of the operation.
 
         Raises:
             BusyError: another operation is running, or there are too many requests. Nothing was

@@ -1,6 +1,6 @@
 """Models of an endpoint in the datastore, the workspace and, if set, a registry.
 
-Workspaces in all regions can read a registry. In the datastore, the name of a model's folder
+Workspaces in several regions can use a registry. In the datastore, the name of a model's folder
 contains a digest of the deployment, including its manifest. The folder contains `model/` and
 `deployment.json`, which is written last. If `deployment.json` is missing, the upload was
 interrupted and is repeated.
@@ -41,7 +41,7 @@ class AzureModels:
         self._endpoint = client.name
 
     def ensure(self, name: str, deployment: Deployment) -> str:
-        """Return the model's resource id or path in the registry.
+        """Return the model's resource id in the workspace, or its path in the registry.
 
         A missing model is uploaded.
         """

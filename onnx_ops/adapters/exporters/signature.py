@@ -18,7 +18,7 @@ Precision = Literal["float32", "float64"]
 """Precision of reference outputs."""
 
 FREE_BATCH: Mapping[int, str] = {0: "batch"}
-"""Default free axes of an input, if `export.dynamic` declares none."""
+"""Free axes of an input that `export.dynamic` does not contain."""
 
 OUTPUT = "output"
 """Name of a single output, unless the model returns a dictionary.
@@ -99,8 +99,9 @@ def name_axes(model: Any, section: Export) -> None:
 def tidy_converted(model: Any, names: Sequence[str], section: Export) -> None:
     """Set the names of axes and outputs, and the IR version, of a converted model.
 
-    The names of axes and the IR version are those of the section. Outputs are renamed wherever they
-    are used. The producer version and the types of intermediate values are removed.
+    The names of axes and the IR version are those of the section. `names` are the new names of the
+    outputs, in order. Nodes of subgraphs keep the old names. The producer version and the types of
+    intermediate values are removed.
     """
     renamed = {value.name: name for value, name in zip(model.graph.output, names, strict=True)}
     for value in (*model.graph.output, *model.graph.value_info, *model.graph.initializer):
@@ -113,7 +114,7 @@ def tidy_converted(model: Any, names: Sequence[str], section: Export) -> None:
 
 
 def rename_values(graph: Any, names: Mapping[str, str]) -> None:
-    """Rename values in the inputs and outputs of all nodes."""
+    """Rename values in the inputs and outputs of the graph's nodes, without subgraphs."""
     for node in graph.node:
         node.input[:] = [names.get(name, name) for name in node.input]
         node.output[:] = [names.get(name, name) for name in node.output]
@@ -162,7 +163,11 @@ def _rename_axis(dimension: Any, name: str) -> None:
 
 
 def check_section(section: Export, samples: Tensors, options: Collection[str] = ()) -> None:
-    """Check that free axes belong to inputs, and that options exist."""
+    """Check the free axes with their names, and that the options exist.
+
+    Raises:
+        UserError: the first error that `find_section_problems` yields.
+    """
     for _, problem in find_section_problems(section, samples, options):
         raise problem
 

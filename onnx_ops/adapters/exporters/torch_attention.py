@@ -1,6 +1,6 @@
 """Attention without an axis of heads, which torch.onnx.export cannot translate.
 
-For opsets before 23, the translation of onnxscript 0.7 supports only tensors of rank 4.
+The translations of onnxscript 0.7 and torch 2.13 support only tensors of rank 4.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class AttentionOperators(TorchFunctionMode):
     ) -> Any:
         """Add an axis of heads to the arguments, and remove this axis from the result.
 
-        Other functions, and attention of another rank, are called unchanged.
+        Other functions, and attention whose query has another rank, are called unchanged.
         """
         given = dict(kwargs or {})
         if func is not torch.nn.functional.scaled_dot_product_attention:

@@ -34,7 +34,7 @@ def find_fixed_axes(
 ) -> list[FixedAxis]:
     """Trace the module again; return the free axes that the module fixes.
 
-    Exceptions of the module are ignored, since the failed export has raised the same exceptions.
+    Exceptions of the module are ignored, since the export has already failed.
 
     Args:
         positional, keyword: arguments of the module's call.

@@ -53,10 +53,9 @@ Runtime recommends static quantization for convolutional networks
 """
 
 FLOAT_OPERATORS = frozenset({"Softmax", "ArgMax"})
-"""Operators that static quantization leaves in float.
+"""Operators that static quantization leaves in float by default.
 
-In steps of 1/256, different probabilities become equal, and the largest one can no longer be
-identified.
+In steps of 1/256, different probabilities can become equal. The largest one is then unknown.
 """
 
 PER_CHANNEL_OPSET = 13
@@ -68,8 +67,8 @@ WIDE_OPSET = 21
 _REWRITTEN_GEMM = "_MatMul"
 """Suffix of the name of a MatMul that replaces a Gemm.
 
-The dynamic quantizer first replaces each Gemm X by a MatMul X_MatMul. It applies exclusions
-afterwards.
+The dynamic quantizer first replaces a Gemm X by a MatMul X_MatMul if alpha and beta are 1, and
+transA is 0. It applies exclusions afterwards.
 """
 
 _FLOAT = 1
@@ -153,7 +152,8 @@ class StaticQuantizer(Optimizer):
 
     Options are `op_types`, `activations` (uint8, int8, uint16), `weights` (int8, uint8),
     `reduce_range` (7-bit weights) and `symmetric` (ranges of activations symmetric to 0). The
-    defaults of all options except `op_types` depend on the targets' machines.
+    default of `weights` is int8. The defaults of `activations`, `reduce_range` and `symmetric`
+    depend on the targets' machines.
     """
 
     tools: tuple[str, ...] = TOOLS
@@ -342,9 +342,10 @@ def _prepare(source: Any, folder: Path, large: bool) -> Path:
     """Infer shapes again and simplify the graph; return the path of the result.
 
     A quantized weight must stay comparable with its original. Therefore the graph is not simplified
-    if simplification adds weights that the source lacks. The source's shapes are removed first,
-    since quantizers change the shapes of weights and would fail on the old shapes. If the runtime
-    cannot prepare the model, a warning is issued, and the model without preparation is returned.
+    if simplification adds float32 weights that the source lacks. The source's shapes are removed
+    first, since quantizers change the shapes of weights and would fail on the old shapes. If the
+    runtime cannot prepare the model, a warning is issued, and the path of the model without
+    preparation is returned.
     """
     known = set(collect_constants(source))
     del source.graph.value_info[:]

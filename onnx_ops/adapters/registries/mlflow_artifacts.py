@@ -1,4 +1,7 @@
-"""Downloads of files from MLflow's artifact storage, which other clients can change."""
+"""Downloads of files from MLflow's artifact storage.
+
+Other clients can change these files.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +45,8 @@ Other schemes, such as `http`, could make onnx-ops send requests to any host.
 class ArtifactDownload:
     """Files of one LoggedModel or run; other clients can change them.
 
-    Requests raise ServiceUnavailableError if the storage does not answer. Other errors are
-    converted by `MlflowConnection.session`, which must be active.
+    Requests raise ServiceUnavailableError for errors of the storage's client. Errors of MLflow and
+    of the system are converted by `MlflowConnection.session`, which must be active.
     """
 
     def __init__(self, connection: MlflowConnection, location: str, where: str) -> None:
@@ -92,8 +95,9 @@ class ArtifactDownload:
             manifest: expected digest of the list of files.
 
         Raises:
-            DigestMismatchError: the MLmodel or the list was changed, or a file is missing. The
-                caller compares the digests of the other files.
+            DigestMismatchError: the MLmodel or the list was changed, or a file is missing. Or the
+                list has a name that is not safe. The caller compares the digests of the other
+                files.
         """
         with Scratch() as aside:
             self._verify(self.file(mlflow_folder.MLMODEL, aside), mlmodel)

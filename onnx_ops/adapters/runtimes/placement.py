@@ -140,7 +140,8 @@ class GuardedRuntime(OnnxRuntime):
     """Runtime in forked processes, each with at most `timeout` seconds.
 
     `sample`, `benchmark` and `under_load` run in this process without this limit, after a forked
-    process has run the model once.
+    process has run the model once. `package` runs in this process too. `starts` uses fresh
+    processes with a separate limit.
     """
 
     def __init__(self, timeout: float = DEFAULT_TIMEOUT_S) -> None:
@@ -167,7 +168,7 @@ class GuardedRuntime(OnnxRuntime):
     def run(
         self, model: Path, target: Target, batches: tuple[Tensors, ...]
     ) -> tuple[Mapping[str, Array], ...]:
-        """Run each batch in a forked process and return its outputs by name."""
+        """Run all batches in one forked process; return each batch's outputs by name."""
         # A forked process must not fork again, so the file is prepared in this process.
         loaded = prepare_model_file(model, target)
         answers = self._guard(OnnxRuntime().run, loaded, target, batches)

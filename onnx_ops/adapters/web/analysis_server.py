@@ -32,8 +32,8 @@ class AnalysisServer(BackgroundServer):
     """HTTP server that answers requests while this context manager is open.
 
     Port 0 selects a free port. `handle` is called on other threads. With a token, all requests
-    except `/healthz` need it. Without a token, the server listens on loopback only, and refuses
-    requests of web pages.
+    except `/healthz` need it. Without a token, the server listens on loopback only. It then
+    refuses requests with an `Origin`, or with a `Host` other than loopback.
 
     Raises:
         UserError: there is no token, and `host` is not loopback.

@@ -52,7 +52,8 @@ class FeedbackCounter:
     is counted once. Feedback by key refers to the last response to the user's cell.
 
     Any server of the endpoint accepts the token of a response (see `FeedbackTokens`), and each
-    server counts a token once. All workers store the stamps of counted tokens in the same memory.
+    server counts a token once (for exceptions, see `_admit`). All workers store the stamps of
+    counted tokens in the same memory.
     """
 
     def __init__(self, deployments: LoadedDeployments, cells: CellCounter) -> None:

@@ -41,7 +41,10 @@ MIN_SIGN_INTERVALS = 10
 """Minimum number of intervals of a step for a guardrail on percentiles."""
 
 _CHANCES = np.array([0.6, 0.7, 0.8, 0.9, 0.99])
-"""Probabilities of a sign that `compute_sign_evidence` tests for, with equal weights."""
+"""Probabilities of a sign that `compute_sign_evidence` tests for.
+
+They have equal weights.
+"""
 
 MISMATCH_LIMIT = 3.0
 """log10 of the evidence of a wrong traffic split that pauses a rollout.
