@@ -32,7 +32,7 @@ PROGRESS = b"\x1eprogress "
 """Prefix of a line of a child's output that reports the progress of its stage."""
 
 _TIMED = (StageKind.SEARCH, StageKind.BENCHMARK)
-"""Kinds of stages that measure times: only one such stage runs at a time."""
+"""Kinds of stages that measure times: one such stage runs on a machine at a time."""
 
 
 _WAIT = "waiting for other work on this machine"
@@ -155,7 +155,7 @@ class StageExecutor:
             )
 
     def _prepare(self, stage: Stage) -> None:
-        """Start the imports that later stages of the plan need, in the background."""
+        """Start the imports that stages of the plan need, in the background."""
         if self.plan is None:
             return
         here = [one for one in self.plan.stages if one.own_process and not get_pool(one)]

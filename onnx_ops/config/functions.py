@@ -27,8 +27,8 @@ def parse_python(source: bytes) -> ast.Module:
     Python 3.11 adds up the depths of the trees that several threads parse (CPython #106905).
 
     Raises:
-        SyntaxError: the source is not Python.
-        ValueError: the source has a null byte.
+        SyntaxError: the source is not Python, or has a null byte.
+        ValueError: the source has a null byte (in the first releases of Python 3.11).
         RecursionError: the source is nested too deeply.
     """
     with _PARSING:
@@ -38,8 +38,9 @@ def parse_python(source: bytes) -> ast.Module:
 def explain_missing_function(reference: str, root: Path) -> str | None:
     """Return why the reference names no function; None if it names one.
 
-    Modules are searched below the project's root, then on `sys.path`. Every name that the module
-    binds is accepted as a function. A module that imports `*` is assumed to have the function.
+    Modules are searched below the project's root, then on `sys.path`. A name is accepted even
+    if the module binds it to a class or another value. A module that imports `*` is assumed to have
+    the function.
     """
     match = _REFERENCE.fullmatch(reference)
     if match is None:

@@ -73,8 +73,8 @@ def is_among(user: str, users: tuple[str, ...]) -> bool:
 class Lineage:
     """Where a release comes from.
 
-    `data` maps a data set's name to its digest; `origins` maps it to repository, commit and path at
-    the time of the export, for sources that record them.
+    `data` maps a data set's name to its digest. `origins` maps it to facts such as the repository,
+    commit and path, for sources that record them.
     """
 
     pipeline: str

@@ -20,7 +20,7 @@ _WRITTEN_NUMBER = re.compile(
 )
 
 _VALUE_SHARE = 1 / 3
-"""A first line with a larger share of numbers than this is data, not names."""
+"""Share of numbers above which a first line can be data instead of names."""
 
 
 def find_text_among_numbers(cells: Iterable[str]) -> tuple[int, str] | None:

@@ -171,7 +171,8 @@ def run_groups(
     """Run the model on groups of inputs.
 
     All groups run in one session if the model accepts them. Otherwise, the real rows run alone
-    first. The other groups are then split into halves until a half runs or has one group only.
+    first. The other groups then run together. If they fail, they are split into halves until a half
+    runs or has one group only.
 
     Returns:
         The answers of each group, or the MeasurementError of a group that does not run.

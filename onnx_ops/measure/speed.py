@@ -166,7 +166,7 @@ def _list_ways(most: int, fixed: int) -> list[tuple[int, int]]:
 def compare_throughput(pair: PairedBenchmark, concurrency: int) -> tuple[PairedRatios, RawSamples]:
     """Compare the throughput of baseline and candidate in alternating windows.
 
-    Measurement continues look by look until the limits are decided or time runs out.
+    For the end of the measurement, see `measure_until_decided`.
     """
     schedule = _plan_windows(pair.runtime, pair.baseline, pair.target, pair.feed, concurrency)
 

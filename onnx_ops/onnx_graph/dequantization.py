@@ -71,7 +71,7 @@ def write_with_weights(source: Path, weights: Iterable[QuantizedWeight], path: P
 def write_with_fp16_weights(source: Path, path: Path, names: Collection[str] = ()) -> None:
     """Write the float original with named float32 constants rounded to float16.
 
-    Without names, all float32 constants are rounded.
+    Without names, all float32 constants are rounded. Constants of subgraphs are not changed.
     """
     from onnx import numpy_helper
 
@@ -87,7 +87,7 @@ def write_with_fp16_weights(source: Path, path: Path, names: Collection[str] = (
 def write_dequantized(source: Path, derived: Path, path: Path) -> None:
     """Write a quantized model in float32, with the dequantized values of its weights.
 
-    Errors are those of `read_model`, and the following.
+    Nodes of subgraphs are not rewritten. Errors are those of `read_model`, and the following.
 
     Args:
         source: the float original, with the ReLU and Clip that ranges of the quantized model

@@ -52,7 +52,10 @@ _MOVES = frozenset({"DequantizeLinear", "Identity", "Reshape", "Transpose"})
 
 
 def find_saturating_weights(model: onnx.ModelProto) -> tuple[str, ...]:
-    """Return int8 weights whose products with uint8 activations can saturate, sorted."""
+    """Return int8 weights whose products with uint8 activations can saturate, sorted.
+
+    Subgraphs are not searched.
+    """
     stored = collect_constants(model)
     return tuple(
         sorted({name for name in _list_mixed_weights(model, stored) if _can_overflow(stored[name])})

@@ -37,7 +37,8 @@ def run_as_task(
         work: function that returns the final state of the run; Prefect handles its exceptions.
         after: states of earlier task runs; Prefect draws an edge from each, whatever its outcome.
         retries: maximum number of further attempts after a Failed state.
-        retry_if: function that is called after each Failed state; returns whether to try again.
+        retry_if: function that returns whether to try again. It is called after a Failed state
+            while attempts are left.
     """
     # If a task returns a Failed state, Prefect 3.8 logs an error with `exc_info=True`, but without
     # an exception (`handle_retry` in prefect/task_engine.py). This prints `NoneType: None`. The

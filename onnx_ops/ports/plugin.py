@@ -32,5 +32,5 @@ class Plugin(ABC):  # noqa: B024 (the base class of each kind has the abstract m
     """Packages of the isolated environment that the plug-in runs in by default.
 
     Exporters and optimizers can have such packages. Without packages, they run in this
-    installation.
+    installation, unless the key `env` requests an isolated environment.
     """

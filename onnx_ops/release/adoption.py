@@ -161,7 +161,8 @@ def find_adoption(
 ) -> Adoption:
     """Return the state of a ledger before its damage, or after an earlier entry.
 
-    If the damaged entries are before a valid snapshot, the present state is returned.
+    Without `last`, the present state is returned if no entry is damaged, or if the damaged entries
+    are before a valid snapshot.
 
     Args:
         last: sequence of the last entry that stays in effect; by default, the last readable entry.

@@ -38,7 +38,7 @@ class SystemHeading:
 def describe_reason(decisions: Sequence[Decision]) -> str:
     """Return the reason of the first result with the worst verdict as one line.
 
-    If all results passed, it is the reason of the last result.
+    Advisory results are left out. If all others passed, it is the reason of the last of them.
     """
     binding = [one for decision in decisions for one in decision.results if not one.advisory]
     worst = max(binding, key=lambda result: result.verdict.rank, default=None)

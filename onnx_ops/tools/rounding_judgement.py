@@ -129,7 +129,10 @@ def _judge_parity(evidence: Evidence, noise: str) -> GateResult:
 def _run_with_fp16_weights(
     request: JudgeRequest, runtime: Runtime, runs: Mapping[str, tuple[Tensors, ...]]
 ) -> GroupAnswers:
-    """Run the baseline with those constants rounded that are float16 in the candidate."""
+    """Run the baseline with those constants rounded that are float16 in the candidate.
+
+    If no such constant is found, all float32 constants are rounded.
+    """
     narrowed = {
         pair.origin for pair in pair_quantized_weights(request.baseline, request.candidate).pairs
     }

@@ -162,9 +162,9 @@ class StorePlace:
 
     @property
     def went_back(self) -> bool:
-        """Whether a replica that reports serves a later table than the store has.
+        """Whether a replica that reports serves a later table than the newest valid one.
 
-        In this case, the store lost a table or was restored from a backup.
+        For example, the store lost a table or was restored from a backup.
         """
         newest = TableNumber(0) if self.newest is None else self.newest.number
         return any(one.is_live and (one.status.adopted or newest) > newest for one in self.replicas)
@@ -292,8 +292,8 @@ class ReplicaEndpoints(EndpointProvider):
     def apply(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Publish a state after its models are stored, and new ones loaded by replicas.
 
-        Nothing is published if the newest table has this state. Then wait a limited time until the
-        replicas adopt the state.
+        Nothing is published if the newest table has this state and generation. Then wait a limited
+        time until the replicas adopt the state.
         """
         is_followed = self._publish_once(config, state, generation)
         self._wait_until_adopted(config, TableNumber(generation), ADOPT_S if is_followed else 0.0)
@@ -314,9 +314,13 @@ class ReplicaEndpoints(EndpointProvider):
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Publish a table that restores the previous version, unless it is published.
 
-        The published object refers to a signed table if this process has no release key, if its key
-        is in a remote service, or if another key signed the newest table. Then wait a limited time
-        until the replicas adopt the table.
+        The published object refers to an earlier signed table of this version, if there is one and
+        one of these conditions is met: this process has no release key, its key is in a remote
+        service, or another key signed the newest signed table. Then wait a limited time until the
+        replicas adopt the table.
+
+        Raises:
+            MissingKeyError: no signed table serves the version, and this process has no key.
         """
         seen = self._look(config, with_replicas=False)
         current = None if seen.newest is None else seen.newest.table.state
@@ -591,7 +595,7 @@ class ReplicaEndpoints(EndpointProvider):
         return not apart, found, remedy
 
     def _list_stragglers(self, config: EndpointConfig, seen: StorePlace) -> Iterator[str]:
-        """Yield a message for each replica that can serve an older table than the newest.
+        """Yield a message for each registered replica that can serve an older table.
 
         Another message is yielded if the reports are from fewer replicas than expected.
         """
@@ -931,10 +935,9 @@ class ReplicaEndpoints(EndpointProvider):
     def _read_counts(
         self, config: EndpointConfig, request: UserCountsRequest | None
     ) -> Sequence[Counts]:
-        """Return the counts of every start of every replica.
+        """Return the counts of the replicas' starts, by generations of the ledger.
 
-        The counts are by the generations of the ledger. A start that has not loaded a table is left
-        out.
+        A start that has not loaded a table, or whose report is not valid, is left out.
 
         Raises:
             ServiceUnavailableError: no start that has loaded a table has reported counts, or the

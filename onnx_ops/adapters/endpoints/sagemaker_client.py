@@ -1,9 +1,9 @@
 """Requests to AWS for one SageMaker endpoint, and the fence of its generation.
 
 SageMaker has no conditional update, and its reads can be stale. S3 has conditional writes and
-consistent reads. So a generation is claimed in S3 before any change, by a conditional write of one
-object with the whole state. A change follows immediately after this write, or the object is read
-again before the change.
+consistent reads. So a generation is claimed in S3 before the endpoint is created or updated. The
+claim is a conditional write of one object with the whole state. A request to create or update the
+endpoint follows immediately after this write, or the object is read again before the request.
 """
 
 from __future__ import annotations
@@ -148,7 +148,8 @@ class EndpointClaim:
 class GenerationFence:
     """The claim of an endpoint's latest generation, and records of guarded updates.
 
-    Before SageMaker starts an update that alarms guard, the states of the alarms are recorded.
+    Before SageMaker starts an update that alarms guard, the states of the alarms are recorded. For
+    an update to the config that was reached last, they are not recorded.
     """
 
     def __init__(self, client: SageMakerClient) -> None:

@@ -63,9 +63,9 @@ def bind_call(
 ) -> CallBinding:
     """Return the binding of inputs to the parameters with the same names.
 
-    With `renamed`, a single input can have a different name from the only required parameter. A
-    function that takes all inputs in one `*parameter` has no names for them, so the order of
-    several inputs must be declared.
+    With `renamed`, a single input can have a different name from the only required parameter, or
+    from the first parameter if none is required. A function that takes all inputs in one
+    `*parameter` has no names for them, so the order of several inputs must be declared.
 
     Args:
         owner: the name that errors show.

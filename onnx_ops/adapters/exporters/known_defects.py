@@ -1,6 +1,6 @@
 """Models whose conversion is known to be wrong or impossible.
 
-The exporters refuse these models before the conversion, by class and settings.
+The exporter in module `sklearn` refuses these models before the conversion, by class and settings.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ Rounding the entries of a kernel adds about 6e-8 of the largest eigenvalue to ea
 
 
 def check_convertible(parts: list[object], *, last: object) -> None:
-    """Refuse estimators and steps whose conversion is wrong.
+    """Refuse estimators and steps whose conversion is wrong or impossible.
 
     Args:
         last: the last step of the model, which computes the answers.
 
     Raises:
-        UserError: the conversion of one of the estimators or steps is wrong.
+        UserError: the conversion of one of the estimators or steps is wrong or impossible.
     """
     for part in parts:
         if part is last and type(part).__name__ in _WRONG_AS_STEP:

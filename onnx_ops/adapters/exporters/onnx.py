@@ -87,7 +87,7 @@ class OnnxExporter(Exporter):
     def export(self, model: object, request: ExportRequest) -> None:
         """Copy the file, or convert it if the option `convert` is true.
 
-        A file with the opset and the IR version of the section is always copied.
+        A file that already has the opset and the IR version of the section is not converted.
 
         Raises:
             UserError: the file cannot be used or converted, or is newer than the opset or the IR

@@ -49,9 +49,9 @@ _EXCLUDING = (
 """Types of passes that get the excluded nodes in their option `nodes_to_exclude`."""
 
 _GEMM_SUFFIX = "_MatMul"
-"""Suffix that ONNX Runtime's quantizers add to the name of a rewritten Gemm.
+"""Suffix that ONNX Runtime's dynamic quantizer adds to the name of a Gemm.
 
-The quantizers add the suffix before they apply exclusions.
+The quantizer adds the suffix before it applies exclusions.
 """
 
 

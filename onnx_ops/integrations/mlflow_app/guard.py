@@ -122,7 +122,8 @@ class Guard:
     def set_alias(self, user: str, model: str, alias: str, version: str) -> None:
         """Check a request to set an alias.
 
-        A guarded alias requires a passing decision or an override, and its exact spelling.
+        A guarded alias requires a passing decision or an override, and its exact spelling. The
+        alias of the previous version is also permitted on the present champion.
         """
         stored = self._versions.find(model, version)
         if stored is None:

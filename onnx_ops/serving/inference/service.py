@@ -311,7 +311,7 @@ class InferenceService:
         """Return the response of a run on the event loop; None if the run was ended.
 
         In that case, the request must be queued. The run is recorded before it starts, which takes
-        0.2 µs (`benchmarks.serving.path`).
+        0.2 µs of the time that `benchmarks.serving.path` measures.
         """
         process, monitor = self._process, self.monitor
         process[INLINE_RUN + RUN_CELL] = drawn_cell

@@ -49,7 +49,7 @@ The real speed is several times as high (`benchmarks/wire.py`).
 """
 _CHECK_S = 0.5
 _STABLE_S = 60.0
-"""Seconds for which a worker must run to be replaced without a pause.
+"""Seconds a worker must run so that earlier deaths do not delay its replacement.
 
 A worker that was ended by a run is replaced immediately if it lived longer than this. Otherwise,
 the pause grows with each such death after the first.

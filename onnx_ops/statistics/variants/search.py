@@ -120,7 +120,11 @@ def _estimate_cost(state: SearchState, action: BuildTrial | ProbeNode) -> float:
 
 
 def _list_steps(state: SearchState) -> Iterator[BuildTrial | ProbeNode]:
-    """Yield the next step of every unfinished recipe, the most promising first."""
+    """Yield the next step of each unfinished recipe, the most promising first.
+
+    A failing recipe gets no repairs if it is slower than another recipe with confidence; see
+    `_find_time_to_beat`.
+    """
     new = [recipe for recipe in state.recipes if state.find(recipe.name, ()) is None]
     yield from (_build_whole(recipe) for recipe in new if not recipe.deferred)
     for recipe, trial in _rank_failing_recipes(state):
