@@ -124,7 +124,7 @@ def open_project(start: Path | None = None) -> Project:
     """Return the project that contains a folder, by default the working directory.
 
     Raises:
-        UserError: the settings file is invalid.
+        UserError: the settings file, or a setting in a variable, is invalid.
     """
     settings = load_settings(start)
     return Project(settings=settings, context=build_context(settings))
@@ -139,8 +139,8 @@ def _make_running() -> RunningStages:
 def build_context(settings: Settings, *, scratch: Path | None = None) -> Context:
     """Return the adapters that the settings describe.
 
-    Each adapter is opened at its first use. The project's source folders become importable, as with
-    an editable installation.
+    The store, the ledger, the registry and plug-ins are opened at their first use. The project's
+    folder `src` becomes importable, unless it is a package.
 
     Args:
         scratch: temporary folder for the caches of a dry run. Opening and reading the store, the

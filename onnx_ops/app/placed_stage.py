@@ -82,7 +82,7 @@ def answer(
 
 
 def _require_same_release(stage: Stage) -> None:
-    """Raise an error if this installation would compute a different result.
+    """Raise an error if this installation could compute a different result.
 
     Raises:
         ConflictError: the revision of the stage or the versions of packages differ.

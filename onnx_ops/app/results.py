@@ -1,4 +1,4 @@
-"""Results of a run: decisions, choices, versions, endpoints and one exit code.
+"""Results of a run: decisions, choices, versions and one exit code.
 
 Choices and evidence are recorded under the commit of the run.
 """
@@ -182,8 +182,8 @@ def _root(stage_id: str, outcomes: Mapping[str, StageOutcome]) -> StageOutcome:
 def _exit_code(result: RunResult, choices: tuple[Choice, ...]) -> int:
     """Return the exit code of a run.
 
-    If every judged target has a chosen variant, only errors of release stages determine the code.
-    Otherwise wrong input takes precedence over verdicts.
+    If targets were judged and each has a chosen variant, only errors of release stages determine
+    the code. Otherwise wrong input takes precedence over verdicts.
     """
     missing = [c.verdict for c in choices if c.variant is None]
     if choices and not missing:
@@ -210,7 +210,7 @@ Most commits change no model, so there is no measurement for them.
 """
 
 _SHARED = 20
-"""Number of newest commits whose records `export_commit` keeps in its folder."""
+"""Number of commits, those exported last, whose records `export_commit` keeps."""
 
 _COMMIT_VARIABLES = ("GITHUB_SHA", "CI_COMMIT_SHA", "BUILD_SOURCEVERSION")
 _AUTHOR_VARIABLES = ("GITHUB_ACTOR", "GITLAB_USER_NAME", "BUILD_REQUESTEDFOR")
@@ -286,8 +286,8 @@ def record_commit(root: Path, store: Store, summary: Summary) -> None:
 def export_commit(root: Path, store: Store, pipeline: str, folder: Path) -> None:
     """Copy the record of the checked-out commit to a folder.
 
-    Runs with another store read the record from this folder. Only the records of the newest commits
-    remain in the folder.
+    Runs with another store read the record from this folder. Only the records of the commits that
+    were exported last remain in the folder.
     """
     commit = resolve_commit(root, "HEAD")
     recorded = store.lookup(_key(root, pipeline, commit)) if commit else None

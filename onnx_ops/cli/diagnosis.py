@@ -49,7 +49,7 @@ EXTRAS = {
     "prefect": "flows, schedules and work pools",
     "serve": "endpoints on this machine",
 }
-"""Extras of onnx-ops, and the features that need them."""
+"""Extras that are checked, and the features that need them."""
 
 
 _SIGNED: dict[KeyRole, str] = {
@@ -194,7 +194,8 @@ def _targets(project: Project) -> Iterator[Diagnosis]:
 def _pools(project: Project) -> Iterator[Diagnosis]:
     """Yield a finding for each work pool of the project or of the Prefect server.
 
-    Without Prefect or a configured Prefect server, nothing is yielded.
+    Without Prefect or a configured Prefect server, nothing is yielded. If the server does not
+    answer, one finding reports this.
     """
     if plugins.absent(plugins.EXTRAS["prefect"]):
         return
@@ -224,7 +225,7 @@ def _pools(project: Project) -> Iterator[Diagnosis]:
 
 
 def _describe_worker(worker: WorkerStatus, project: Project) -> str:
-    """Return a description of a worker: its stages, machine, providers and store."""
+    """Return a description of a worker and its machine; the store only if it differs."""
     if worker.machine is None:
         return f"{worker.name} is running, but has published no description of its machine"
     machine = worker.machine
@@ -314,7 +315,7 @@ def _list_trusted_keys(folder: Path) -> dict[KeyRole, tuple[Digest, ...]]:
 
 
 def _describe_ledgers(project: Project, key: Digest) -> Iterator[Diagnosis]:
-    """Yield a finding for each ledger that does not accept this machine's signature."""
+    """Yield a finding for each readable ledger that does not accept this key."""
     from onnx_ops.release.adoption import find_missing_key
 
     for name, why in find_missing_key(project.context, key).items():

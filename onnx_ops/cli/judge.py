@@ -416,8 +416,8 @@ def _parse_options(only: str | None, batch: str, files: Mapping[str, str | None]
 def _with_casts(given: Sequence[Path], stack: ExitStack) -> tuple[Path, Path, list[str]]:
     """Return both files, with added casts if needed, and notes on the casts.
 
-    Casts are added to a copy of a file whose float types differ from the baseline's, or are
-    bfloat16.
+    Casts are added to a copy of a file if its inputs have other float types than the baseline's, or
+    if inputs or outputs are bfloat16; see `write_with_boundary_casts`.
     """
     from onnx_ops.onnx_graph.rewrites import read_boundary_types, write_with_boundary_casts
     from onnx_ops.scratch import Scratch
@@ -533,7 +533,7 @@ def _check_rows(
     *,
     retrained: bool,
 ) -> None:
-    """Raise UserError if options need rows or labels that are missing, or exclude rows."""
+    """Raise UserError if options need missing rows or labels, or exclude rows."""
     options = {"--metric": metric, "--slices": slices, "--labels": labels}
     given = [option for option, value in options.items() if value]
     if data is None and given:
@@ -578,7 +578,7 @@ def _check_metric(name: str | None, *, lower_is_better: bool) -> None:
 def _build_gate(
     name: str | None, dataset: Dataset | None, drop: float, *, lower_is_better: bool
 ) -> tuple[MetricGate, dict[str, Any]]:
-    """Return the gate of a metric, and the function that the metric calls.
+    """Return the gate of a metric, and the functions that the metric calls.
 
     The metric is that of `--metric`. By default, the labels determine it: classes or numbers.
     """

@@ -137,9 +137,9 @@ def keys_admit(
     """Permit another machine's key to sign in the ledgers.
 
     That machine can then start, advance and finish rollouts. The public key is copied to the
-    trusted release keys here, and a signed entry of each ledger names the key. Other machines read
-    this entry, so nothing is copied to them. Decisions need a gate key: copy the public key into
-    the folder `gate` of the trusted keys of every machine.
+    trusted release keys here. In each ledger that lists its keys, a signed entry adds this key.
+    Other machines read this entry, so nothing is copied to them. Decisions need a gate key: copy
+    the public key into the folder `gate` of the trusted keys of every machine.
 
     Example: onnx-ops keys admit reconciler.pub.pem
     """

@@ -105,7 +105,7 @@ class MetricDefinition:
 
     @property
     def label(self) -> str:
-        """Name of the metric with its options, which is unique in evidence and tables."""
+        """Name of the metric with its options, as evidence and tables show it."""
         display = "" if self.metric is None else self.metric.display
         parts = [display.format(**self.options) or self.name or self.use, self.average or ""]
         parts += [
@@ -163,7 +163,7 @@ class MeasurementRequest:
     """What a benchmark must measure for its gates, besides what it always measures.
 
     `throughput` are the concurrencies to measure. `starts` requests starts of fresh processes.
-    `tolerances` are the slow-downs that the measurement must be able to detect, by kind of gate.
+    `tolerances` are the regressions that the measurement must be able to detect, by kind of gate.
     They determine how long the measurement takes. Their entry `speedup` holds the required
     speed-ups over the export, expressed as slow-downs: a speed-up of 10% is 1 / 1.1 - 1.
     """
@@ -214,8 +214,8 @@ class Gate(TaggedFamily):
 class TargetGate(Gate):
     """Base of the gates that a target can have.
 
-    The limits of these gates depend on the target's machine. Gates of task metrics belong to the
-    pipeline.
+    The limits of these gates can depend on the target's machine. Gates of task metrics belong to
+    the pipeline.
     """
 
     __slots__ = ()
@@ -324,7 +324,7 @@ class TaskMetricGate(Gate):
     """Base of the gates of a task metric, relative to the baseline or absolute.
 
     `max_drop` and `max_increase` are relative to the baseline on the same rows, `min` and `max` are
-    absolute. These four keys are limits; all other keys define what is measured.
+    absolute. These four keys are limits; the other keys define the metric.
     """
 
     kind: str = ""
@@ -470,7 +470,7 @@ class MetricGate(TaskMetricGate):
     """A task metric, relative to the baseline or absolute.
 
     `max_drop` and `max_increase` are relative to the baseline on the same rows, `min` and `max` are
-    absolute. These four keys are limits; all other keys define what is measured.
+    absolute. These four keys are limits; the other keys define the metric.
     """
 
     kind: Literal["metric"] = "metric"

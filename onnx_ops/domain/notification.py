@@ -32,7 +32,7 @@ _LONGEST = 400
 
 
 class NotificationKind(StrEnum):
-    """Kinds of notifications; the values are stored."""
+    """Kinds of notifications; the ids of events depend on the values."""
 
     STARTED = "started"
     ADVANCED = "advanced"

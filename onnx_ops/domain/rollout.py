@@ -450,7 +450,10 @@ def find_step(policy: RolloutPolicy, index: int) -> PlannedStep:
 
 
 def get_step_limit_s(policy: RolloutPolicy, index: int) -> float:
-    """Return the time in seconds after which an undecided step needs an operator."""
+    """Return the time limit in seconds of a step.
+
+    It is `step_timeout`, or `duration` for an A/B test.
+    """
     is_test = find_step(policy, index).kind == "ab_test"
     return policy.ab_test.duration if is_test and policy.ab_test else policy.step_timeout
 
@@ -459,7 +462,7 @@ def get_step_limit_s(policy: RolloutPolicy, index: int) -> float:
 class _Rollout:
     """The rollout of an endpoint that has a stable version.
 
-    The fields are arguments of `choose_next_action`.
+    The fields other than `stable` are arguments of `choose_next_action`.
     """
 
     stable: Deployment
@@ -590,7 +593,8 @@ class _Rollout:
     ) -> Action | Wait | str:
         """Return what the policy requires after an A/B test without a better version.
 
-        The rollout finishes only if feedback was reported and the step is otherwise complete.
+        With `on_inconclusive: finish`, the rollout continues only if feedback was reported and the
+        step is otherwise complete.
         """
         why = f"the A/B test is over and undecided: {analysis.ab_summary or _NO_FEEDBACK}"
         if test.on_inconclusive == "abort":

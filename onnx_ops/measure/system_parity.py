@@ -241,7 +241,7 @@ def _is_different(answer: Any, again: Any) -> bool:
 
 @contextlib.contextmanager
 def _quiet_output() -> Iterator[None]:
-    """Redirect what the project's code prints to standard error.
+    """Redirect the standard output of the project's code to standard error.
 
     Standard output is for the documents of onnx-ops.
     """
@@ -312,7 +312,10 @@ def build_feed(specs: Sequence[TensorSpec], value: Any, *, where: str) -> dict[s
 
 
 def _build_tensor(spec: TensorSpec, value: Any) -> Any:
-    """Return a value in the type of an input, with a batch axis if an axis is missing."""
+    """Return a value as an input's tensor, with a batch axis if an axis is missing.
+
+    Numbers get the type of the input, but floats and other numbers are not converted to each other.
+    """
     if spec.dtype == "uint8" and isinstance(value, str) and Path(value).is_file():
         value = np.frombuffer(Path(value).read_bytes(), dtype=np.uint8)
     array = np.asarray(read_array(value))
@@ -373,7 +376,8 @@ def _run_each(
 ) -> list[Any]:
     """Return the results of a step, and `_FAILED` for each input on which it failed.
 
-    A failure is raised unless an earlier difference explains it, or failures are tolerated.
+    A failure is raised unless an earlier difference explains it, or failures are tolerated. A
+    StageError of a single input is raised in any case.
 
     Args:
         tolerate: whether failures are tolerated, because the step got the source's values.

@@ -16,7 +16,10 @@ WEIGHTS = ".weights"
 """Suffix that is added to the source's name for the file with large constants."""
 
 _INLINE = 64
-"""Maximum bytes of a constant in the source; larger ones are in the weights file."""
+"""Maximum size in bytes of raw data in the source.
+
+Larger data is in the weights file.
+"""
 
 _WIDTH = 100
 

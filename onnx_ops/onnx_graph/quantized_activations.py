@@ -44,7 +44,7 @@ _AXIS_OPSET = 13
 _OPAQUE = frozenset(
     {"QuantizeLinear", "DequantizeLinear", "MatMulInteger", "ConvInteger", "Shape", "Size"}
 )
-"""Operators that take integers and do more than rearrange them."""
+"""Operators that can take integers, but do not rearrange them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,8 +271,9 @@ def read_quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
     """Return the quantization pairs with one constant scale, in graph order.
 
     Integer operators (QLinearConv …) are included as their equivalent pairs:
-    `expand_integer_operators`. Pairs whose scales are computed (dynamic quantization) or differ by
-    channel are omitted. Errors are those of `read_model`, and the following.
+    `expand_integer_operators`. Pairs of constants are omitted, and pairs that `read_levels` cannot
+    read, such as those with computed scales (dynamic quantization) or scales by channel. Errors are
+    those of `read_model`, and the following.
 
     Raises:
         MeasurementError: an integer operator cannot be read (see `expand_integer_operators`), or
@@ -329,7 +330,7 @@ def find_folded_values(path: Path) -> dict[str, str]:
 def find_bounded_values(path: Path) -> frozenset[str]:
     """Return the outputs of functions with a fixed range, such as Softmax.
 
-    Quantizers use this range, whatever the calibration rows are.
+    A quantizer can use this range, whatever the calibration rows are.
     """
     return frozenset(
         node.output[0] for node in share_structure(path).graph.node if node.op_type in _BOUNDED

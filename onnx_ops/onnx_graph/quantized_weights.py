@@ -39,8 +39,8 @@ step.
 class QuantizedWeight:
     """One weight or bias with its float original.
 
-    `scale` is the size of a quantization step; its shape broadcasts against `original` and
-    `dequantized`.
+    `scale` is the error that is treated as one step. It is the distance of levels, or more at the
+    ends of the type. Its shape broadcasts against `original` and `dequantized`.
 
     A step is at least the spacing of float32 at the original's values, the finest that an int32
     bias with a tiny scale can resolve. A constant that stayed in float has a step of 8 such

@@ -48,7 +48,7 @@ class PrefectEvents(Notifier):
 
     Flows emit the events automatically if a server is configured. If the setting `notify` names
     this notifier, commands and `onnx-ops reconcile --watch` emit them too. The ledger records sent
-    notifications under the name of the notifier, so that each notification is sent once.
+    notifications under the name of the notifier, so that the next sender does not repeat them.
 
     Raises:
         OptionsError: there are options.

@@ -72,10 +72,10 @@ _POLL_S = 0.5
 _WATCH_S = 2.5
 """Seconds between checks whether a flow run was cancelled.
 
-The processes of a cancelled run end within 10 s.
+The processes of a cancelled run should end within 10 s.
 """
 _START_S = 60.0
-"""Seconds for which a starting worker waits for a server that has stopped answering."""
+"""Seconds for which a starting worker waits for a server that does not answer."""
 _DESCRIBED_S = 60.0
 """Time limit for reading what the machine can measure at the start, in seconds."""
 
@@ -204,7 +204,7 @@ class PoolWorker:
     """How the process of each flow run ended, if the run's state is not checked yet."""
     _stopping: bool = False
     _away_since: float | None = None
-    """Time of the monotonic clock since which the server has not answered, if it does not."""
+    """Start of the server's outage on the monotonic clock; None if the server answers."""
 
     def run(self, client: SyncPrefectClient) -> None:
         """Execute stages until SIGTERM or SIGINT.
@@ -342,7 +342,7 @@ class PoolWorker:
     def _is_any_waiting(self, client: SyncPrefectClient) -> bool:
         """Return whether a run is scheduled in the pool.
 
-        This request takes the server a fifth of the time that reading the pool's queues takes.
+        This request costs the server less than reading the pool's queues.
         """
         scheduled = FlowRunFilter(
             state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED]))

@@ -46,8 +46,8 @@ class ReplicaStatus:
         endpoint: the endpoint whose tables it follows.
         adopted: number of the table that it serves; None before the first table.
         loaded: manifests of the deployments that its server has loaded.
-        failed: deployments that could not be loaded, with the reason. If the server's state could
-            not be read, the only entry is `server`.
+        failed: deployments that could not be loaded, or that lack their shadow process, with the
+            reason. If the server's state could not be read, the only entry is `server`.
         refused: why it does not serve a table newer than the adopted one; empty if it refuses none.
         skipped: objects in the folder of the tables that are not valid tables, with the reason.
         out_of_service: deployments that get no requests, with the reason.

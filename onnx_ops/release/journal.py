@@ -139,8 +139,7 @@ def list_bound_endpoints(context: Context) -> tuple[str, ...]:
 def read_readable_state(context: Context, endpoint: str) -> ReleaseState:
     """Return the state from the readable part of the ledger.
 
-    If the ledger is damaged, the state lacks later entries. Then use only the binding of the
-    endpoint from this state.
+    If the ledger is damaged, the state lacks later entries and can be outdated.
     """
     try:
         return context.ledger.state(endpoint)

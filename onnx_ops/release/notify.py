@@ -119,7 +119,7 @@ class NotificationLoop:
         self._on_result = on_result
         self._backoffs = defaultdict[str, Backoff](partial(Backoff, interval_s))
         self._errors: dict[tuple[str, str], str] = {}
-        """Last errors by endpoint, for damaged ledgers, or by notifier; the other name is empty."""
+        """Last errors by endpoint (of damaged ledgers) or by notifier; one name is empty."""
 
     def run(self, stopped: threading.Event) -> None:
         """Run passes until `stopped` is set, then one more pass for the last changes."""

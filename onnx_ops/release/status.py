@@ -64,9 +64,10 @@ _TIMELINE = (
 class EndpointStatus:
     """The state of an endpoint in the ledger and at its provider.
 
-    `actual` is None if the endpoint does not answer its provider. `unsupervised` is true if clients
-    still get answers in this case. `servers` are the servers that report separately. `outliers` are
-    servers whose requests fail, or are slow, more often than those of the other servers.
+    `actual` is None if the provider cannot observe a state (see `EndpointProvider.observe`).
+    `unsupervised` is true if clients still get answers in this case. `servers` are the servers that
+    report separately. `outliers` are servers whose requests fail, or are slow, more often than
+    those of the other servers.
     """
 
     state: ReleaseState
@@ -294,7 +295,7 @@ def describe_rollout(
 ) -> RolloutView | None:
     """Return the rollout in progress as the endpoint and its metrics show it, or None.
 
-    Nothing is read.
+    The endpoint and its metrics are not read again.
     """
     from onnx_ops.statistics.rollout.judge import judge
 

@@ -21,10 +21,10 @@ _NAMED = 4
 def pareto_figure(
     target: str, evidence: Sequence[Evidence], decisions: Sequence[Decision], chosen: str | None
 ) -> Figure | None:
-    """Plot size against latency, with the task metric beside each variant.
+    """Plot latency against size, with the task metric beside each variant.
 
-    Latencies are those of the table of variants, so that plot and table cannot contradict each
-    other.
+    For variants in the table of variants, the latencies are those of the table. Return None without
+    measurements.
     """
     here = [e for e in evidence if e.target == target]
     points = _list_points(here, variant_rows(decisions, evidence))

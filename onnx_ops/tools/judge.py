@@ -228,8 +228,10 @@ def _judge_answers(
 ) -> tuple[list[GateResult], tuple[Advice, ...] | None]:
     """Judge the candidate's answers on one target.
 
-    A float32 pair is compared at every setting of the sweep, and other pairs at the first. All are
-    also judged by `_judge_task`, and a retrained candidate only by it. The advice is None if the
+    A float32 pair is compared at every setting of the sweep, but with one batch size. A float16
+    candidate, and a float candidate with another baseline, are compared at the first setting. The
+    answers of other rounded candidates are not compared. All are also judged by `_judge_task`, and
+    a retrained candidate only by it. The advice is None if the
     execution of the candidate was not inspected.
     """
     if request.retrained:

@@ -24,7 +24,10 @@ _EMPTY = -1.0
 """Class of an unused place in the objects of a row."""
 
 _LARGEST = 1e15
-"""Largest absolute value of a number; larger numbers are not pixels, and can overflow."""
+"""Largest absolute value of a number.
+
+Larger numbers are not pixels, and can overflow.
+"""
 
 _OUTSIDE = 1.0
 """Pixels by which a box can exceed its image, since coordinates were rounded."""
@@ -127,7 +130,7 @@ def _read_number(entry: Mapping[str, Any], key: str, place: str, where: str) -> 
 
 
 def _is_number(value: object) -> bool:
-    """Return whether a value is a finite number of at most `_LARGEST`."""
+    """Return whether a value is a number from -`_LARGEST` to `_LARGEST`."""
     return isinstance(value, int | float) and abs(value) <= _LARGEST
 
 
@@ -141,7 +144,8 @@ def _read_values(
     """Return the class, whether the object is a crowd, and the area.
 
     Raises:
-        UserError: the category is not among the categories of the file.
+        UserError: the category is not among the categories of the file, or the area is not a
+            finite number.
     """
     category = _get(entry, "category_id", place, where)
     if category not in classes:

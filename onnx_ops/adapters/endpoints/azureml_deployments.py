@@ -260,7 +260,8 @@ class Autoscaling:
     def drift(self, resource: OnlineDeployment) -> Iterator[str]:
         """Yield how instance counts and autoscaling differ from the options.
 
-        Instance counts that another client's autoscaling sets are not compared.
+        Instance counts that another client's autoscaling sets are not compared, if the identity can
+        read autoscale settings.
         """
         actual = resource.tags.get(SCALING, NOT_SCALED)
         if actual == self.tag and self._options.scaled:
@@ -315,7 +316,8 @@ class Autoscaling:
     def _is_miscounted(self, resource: OnlineDeployment) -> bool:
         """Return whether a fixed instance count differs from the options.
 
-        The result is False if autoscaling of the options or of another client sets the count.
+        The result is False if autoscaling of the options or of another client sets the count. The
+        autoscaling of another client is unknown if the identity cannot read autoscale settings.
         """
         if self._options.scaled or resource.instance_count == self._options.instances:
             return False

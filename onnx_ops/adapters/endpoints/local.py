@@ -57,8 +57,8 @@ _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")
 _FIRST_PORT = 18_000
 """First port of the range from which ports of endpoints are chosen.
 
-The chosen ports are below the default range of systems for outgoing connections, so that a port is
-free after a restart.
+The range is below the default range of Linux for outgoing connections, which therefore do not use
+these ports.
 """
 _PORTS = 10_000
 _OBSERVE_S = 5.0
@@ -106,7 +106,7 @@ class LocalEndpoints(EndpointProvider):
     """Provider that keeps each endpoint in `folder/<endpoint>/`.
 
     Only the owner of an endpoint's folder can read its files. Servers verify signatures with the
-    public keys in the folder `trusted`. Without this folder, they load any model.
+    public keys in the folder `trusted`. If `trusted` is None, they load any model.
     """
 
     tools = EXTRAS["serve"]
@@ -175,7 +175,8 @@ class LocalEndpoints(EndpointProvider):
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         """Return the server's state, and its drift from its options.
 
-        The result is None if the server does not answer, has no state, or could not load a model.
+        The result is None if the server does not answer, has no state, or reports a failed
+        deployment.
         """
         server = self._server(config)
         record, answer = server.record(), _read_state(server)

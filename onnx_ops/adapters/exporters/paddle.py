@@ -29,9 +29,9 @@ from onnx_ops.scratch import Scratch
 STEM = "model"
 
 OPSETS = (11, 21)
-"""Lowest and highest opset that paddle2onnx 2.0 writes.
+"""Lowest and highest opset that the exporter accepts.
 
-At opset 23, paddle2onnx aborts the process.
+At opset 23, paddle2onnx 2.0 aborts the process.
 """
 
 
@@ -39,8 +39,8 @@ class PaddleExporter(Exporter):
     """Exporter of static PaddlePaddle layers, with paddle2onnx.
 
     An example of such a layer is `paddle.jit.to_static(layer, input_spec=[InputSpec([None, 64],
-    'float32', 'x')])`. Inputs are passed by the names of `input_spec`. A spec without a name has
-    the name of the parameter of `forward`.
+    'float32', 'x')])`. Several inputs are passed by the names of `input_spec`. A spec without a
+    name has the name of the parameter of `forward`. A single input can have any name.
     """
 
     tools: tuple[str, ...] = ("paddlepaddle", "numpy")
@@ -120,10 +120,11 @@ class PaddleExporter(Exporter):
 def _find_places(model: Any, names: Collection[str]) -> dict[str, int]:
     """Return the position of each input in the layer's call, by the input's name.
 
-    The names are those of the layer's `input_spec`.
+    The names of several inputs are those of the layer's `input_spec`. A single input can have any
+    name.
 
     Raises:
-        UserError: the names of several inputs differ from these names.
+        UserError: the names of several inputs differ from those of `input_spec`.
     """
     known = [str(spec.name) for spec in model._input_spec()]  # noqa: SLF001 (Paddle has no public one)
     if len(known) == len(names) == 1:

@@ -40,7 +40,7 @@ class InputLayout:
 
     @property
     def is_table(self) -> bool:
-        """Whether the converter gets more than one input."""
+        """Return whether the converter gets more than one input."""
         return len(self.types) > 1
 
     def as_float32(self, *kinds: str) -> InputLayout:
@@ -324,7 +324,7 @@ def _join_columns(
 ) -> list[Any]:
     """Return nodes that join the inputs into the converter's matrix.
 
-    `declared` has the data's inputs by name. `inner` is the name of the matrix.
+    `declared` has the data's inputs by name. `inner` contains only the name of the matrix.
     """
     from onnx import helper
 
@@ -341,7 +341,7 @@ def _join_columns(
 def _connect_each(
     graph: Any, layout: InputLayout, declared: Mapping[str, Any], inner: Sequence[str]
 ) -> list[Any]:
-    """Connect each input to its column of the converter; return added nodes.
+    """Connect each input to its input of the converter; return added nodes.
 
     The nodes cast or reshape inputs where necessary. `declared` has the data's inputs by name.
     `inner` are the names of the converter's inputs.
@@ -438,7 +438,7 @@ def _as_precision(array: Any, precision: str) -> Any:
 
 
 _LABELS_AS_MATRIX = ("OneVsOneClassifier", "QuadraticDiscriminantAnalysis")
-"""Estimators whose converter declares the label as a vector, but writes a matrix."""
+"""Estimators whose converter writes the label as a matrix, whatever it declares."""
 
 
 def tidy_outputs(converted: Any, model: object, names: Sequence[str]) -> None:

@@ -24,8 +24,8 @@ def rewrite_model(model: object) -> tuple[object, tuple[Step, ...]]:
     """Return an equivalent model that skl2onnx converts, and steps after its output.
 
     Raises:
-        UserError: the wrapper changes answers in a way that ONNX cannot express, or a search has
-            not refitted an estimator.
+        UserError: no ONNX steps are known for the inverse function of a transformed target, an
+            isotonic regression does not clip, or a search has not refitted an estimator.
     """
     model = unwrap_search(model)
     rewrite = _REWRITES.get(type(model).__name__)
@@ -33,7 +33,7 @@ def rewrite_model(model: object) -> tuple[object, tuple[Step, ...]]:
 
 
 def list_estimators(model: object) -> list[object]:
-    """Return the estimator and all steps and estimators within it."""
+    """Return the estimator, and those in its steps, transformers and ensembles."""
     estimators = [model]
     for attribute in ("steps", "transformer_list", "transformers_", "estimators_"):
         listed = getattr(model, attribute, None)
@@ -96,7 +96,7 @@ def _rewrite_calibration(model: Any) -> tuple[object, tuple[Step, ...]]:
     If the model is not a calibration of pipelines, it is returned unchanged.
 
     Raises:
-        UserError: an inner wrapper changes answers in a way that ONNX cannot express.
+        UserError: an inner estimator cannot be rewritten (see `rewrite_model`).
     """
     pipelines = []
     for calibrated in model.calibrated_classifiers_:

@@ -53,7 +53,7 @@ class PythonEnvironments:
     def python(self, wanted: Environment) -> Path:
         """Return the interpreter of an environment.
 
-        A missing environment is created, which requires network access.
+        A missing environment is created, which usually requires network access.
 
         Raises:
             UserError: a requirement is empty, or is an option of the installer.
@@ -146,7 +146,7 @@ NPM_REMEDY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NpmPackages:
-    """Folders of npm packages; their names are digests of their requirements."""
+    """Folders of npm packages; their names contain digests of their requirements."""
 
     folder: Path
 

@@ -1,8 +1,8 @@
 """Server loop of workers inside an isolated environment.
 
-The module also contains the encoding of values on both sides of the process boundary. It needs only
-the standard library. Workers that exchange arrays or this package's types also need numpy,
-annotated-types and cattrs.
+The module also contains the encoding of values on both sides of the process boundary. It needs this
+package and the standard library, but no other package. Workers that exchange arrays or this
+package's types also need numpy, annotated-types and cattrs.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def load(text: str | bytes) -> Any:
     """Return the value that `dump` encoded.
 
     Values of this package's types are returned as plain JSON values. Arrays of text become arrays
-    of objects again.
+    of objects.
     """
 
     def decode(entry: dict[str, Any]) -> Any:

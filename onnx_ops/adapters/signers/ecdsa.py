@@ -98,6 +98,7 @@ def create_key(path: Path) -> EcdsaSigner:
 
     Raises:
         InfrastructureError: the files of the key cannot be written.
+        NotFoundError: this process cannot read the existing key.
         RefusedError: other users can read the existing key.
         UserError: the existing file does not contain a private key of ECDSA P-256.
     """

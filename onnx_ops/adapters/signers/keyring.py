@@ -36,7 +36,7 @@ class KnownKey:
 
     @property
     def trusted(self) -> bool:
-        """Whether the key is trusted for any role."""
+        """Return whether the key is trusted for any role."""
         return bool(self.roles)
 
 
@@ -129,9 +129,9 @@ class Keyring:
     def rotate(self, admit: Callable[[Mapping[Digest, str]], object]) -> tuple[Digest, Digest]:
         """Replace the signing key; return the digests of the old and the new key.
 
-        The old public key stays trusted. Both public keys are trusted before the new private key
-        signs anything, so every decision is verifiable after a crash at any point. After a crash,
-        the next call continues with the same new key.
+        The old public key stays trusted. Both public keys are trusted on this machine before the
+        new private key signs anything, so decisions stay verifiable here after a crash. After a
+        crash before the replacement, the next call continues with the same new key.
 
         Args:
             admit: makes the old key admit the new key to the ledgers. If it fails, the old key

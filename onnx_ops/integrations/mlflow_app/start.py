@@ -43,7 +43,7 @@ def create_app() -> FastAPI | Flask:
 
 
 def refuse_to_start_wrong() -> None:
-    """Exit with the reason if the configuration is invalid, or MLflow cannot be guarded.
+    """Exit if the configuration is invalid, or if MLflow cannot be guarded.
 
     With basic-auth, the first user is created if it does not exist.
     """

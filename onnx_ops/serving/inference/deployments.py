@@ -227,7 +227,8 @@ class ControlReplica:
     """A second copy of the main deployment, with the other deployment's traffic share.
 
     The weights of a model that seldom runs are not in the processor's caches. At a tenth of the
-    traffic, a model of 12 MB took 470 µs instead of 250 µs. Therefore the deployment with less
+    traffic, a model of 12 MB took 470 µs instead of 250 µs (docs/adr/0030-comparing-versions.md).
+    Therefore the deployment with less
     traffic is compared with a replica of the other deployment. The replica gets the same small
     share: the requests to `loaded` in comparable slots.
     """
@@ -402,8 +403,8 @@ class PendingRequest:
         deadline: time after which the request does not start to run.
         expires_at: time at which its run is ended at the latest, as the client has requested; in a
             batch, the latest of these times counts.
-        draw: the assignment of users that selected the deployment; None if the client selected it,
-            or if the fallback answers without a lease.
+        draw: the assignment of users at the time of the request; None if the client selected the
+            deployment, or if the fallback answers without a lease.
         cell: the user's cell, or `KEYLESS_CELL`.
         place: where the request is counted as in progress, if it is counted by user.
         is_judged: whether its result is evidence about its version.
@@ -530,7 +531,7 @@ class LoadedDeployments:
     def prepare(self, revision: TableRevision) -> None:
         """Load the deployments of a table before the event loop switches to it.
 
-        Switching then takes no time.
+        Switching then loads no model.
 
         Raises:
             OnnxOpsError: a deployment could not be loaded (see `load_model`).

@@ -3,11 +3,11 @@
 A step ends at the first look after its last requirement is met. Waiting times for counts are
 quantiles of a Gamma distribution, the law of the n-th event of a Poisson process (see
 `forecast_units`). Requirements that count the same requests are drawn with the same quantile, so
-that they agree in each simulated rollout. The rate is a Gamma number if it was measured from few
-requests (Poisson counts with Jeffreys' prior). Only a service level has no closed form: intervals
-are drawn, and judged by `is_rate_certified` with the design effect of the judge. The time of a
-service level depends much on properties of the traffic that are not measured, so simulated rollouts
-differ in these properties.
+that they agree in each simulated rollout. A measured rate is drawn as a Gamma number (Poisson
+counts with Jeffreys' prior). Only a service level has no closed form: intervals are drawn, and
+judged by `is_rate_certified` with the design effect of the judge. The time of a service level
+depends much on properties of the traffic that are not measured, so simulated rollouts differ in
+these properties.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ class WaitSimulation:
     def find_limit(self, step: PlannedStep) -> float:
         """Return the time after which a step pauses; infinite without such a limit.
 
-        A cold start and an A/B test have no limit: the test ends with its duration.
+        The forecast limits neither a cold start, whose time it does not compute, nor an A/B test,
+        which ends with its duration.
         """
         return math.inf if step.kind in ("cold", "ab_test") else self.policy.step_timeout
 
@@ -235,7 +236,10 @@ class WaitSimulation:
         return SimulatedWait("units", needed, times, per_epoch / epoch_s)
 
     def count_warm_epochs(self, index: int) -> int:
-        """Return the number of epochs with discarded latencies, without a partial epoch."""
+        """Return the number of whole epochs whose latencies servers discard.
+
+        Half an epoch, the average part before the first whole epoch, is not counted.
+        """
         if not self._is_first(index) or self.cadence.source != "units":
             return 0
         per_epoch = self.epoch.requests * self.steps[index].percent / 100

@@ -41,7 +41,10 @@ If more servers differ, there is no common share to compare with.
 """
 
 _PLACES: tuple[Literal["errors", "slow"], ...] = ("errors", "slow")
-"""Kinds of bad requests: errors, and requests above the threshold of the 99th percentile."""
+"""Kinds of bad requests: errors, and slow requests.
+
+`count_by_server` counts slow requests as `over_p99`.
+"""
 _MAX_REQUESTS = 1 << 40
 """Maximum count of one server.
 
