@@ -80,7 +80,7 @@ _ROLES = {
     ),
     "Microsoft.Insights/metrics/": "the role Monitoring Reader on the workspace",
 }
-"""Roles other than that on the workspace, by a code or an action in Azure's refusal.
+"""Roles other than the workspace's, by a code or an action in Azure's refusal.
 
 A permission on a linked resource is missing only if `identity` is set. Blob storage names no
 action.

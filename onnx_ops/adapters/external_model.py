@@ -50,8 +50,8 @@ class UserSuppliedModels:
     def digest(self, place: str) -> Digest:
         """Return a digest that changes with the model, without downloading remote models.
 
-        The digest of an ONNX file includes the files with its external data. For a remote file,
-        which is downloaded alone, it does not.
+        The digest of a local ONNX file includes the files with its external data. That of a file
+        behind a URL for fsspec does not, since such a file is downloaded alone.
 
         Raises:
             NotFoundError: the model, or a file with its external data, does not exist.

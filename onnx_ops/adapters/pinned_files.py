@@ -56,7 +56,7 @@ _HUB_LIBRARY = "huggingface_hub"
 class PinnedFiles:
     """Files of pinned addresses.
 
-    `cache` is a folder of this user. Several processes can use it at the same time.
+    `cache` is the folder of the downloads. Several processes can use it at the same time.
     """
 
     cache: Path
@@ -243,7 +243,8 @@ def _explain_status(status: int, address: WebAddress) -> OnnxOpsError:
 def _download_repository(address: HubAddress, folder: Path) -> None:
     """Download a file or a folder of a repository, or the whole repository.
 
-    The external data of an ONNX file is downloaded with it.
+    The external data of an ONNX file is downloaded with it, if the name of the data begins with the
+    name of the file, followed by `_data` or `.data`.
 
     Raises:
         MissingPackageError: the package of the hub is not installed.

@@ -96,7 +96,10 @@ order.
 _RETRY_S = 10.0
 """Seconds before a refused table is published to the server again."""
 _STORE_S = 5.0
-"""Time limit of one request to the store in seconds; the loops repeat requests."""
+"""Time limit of one request to a remote store in seconds.
+
+It does not apply to downloads of models. The loops repeat failed requests.
+"""
 _CHECK_S = 0.2
 """Seconds between two checks for a table to publish."""
 _SERVER_CHECK_S = 0.5

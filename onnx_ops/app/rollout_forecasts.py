@@ -34,7 +34,7 @@ class ForecastRequest:
 
     `given` are fields of the traffic by name. Without a rate, the traffic is measured for
     `window_s` seconds, and given fields replace measured ones. Without `harms`, they are derived
-    from the guardrails of the policy.
+    from the policy's guardrails and shadow trial.
     """
 
     given: dict[str, float]
@@ -48,8 +48,8 @@ def forecast_named(project: Project, name: str, request: ForecastRequest) -> lis
     Raises:
         NotFoundError: no endpoint and no file has this name, or an endpoint whose traffic must be
             measured does not exist yet.
-        UserError: the pipeline file has problems or deploys to no endpoint, a number of the request
-            is not valid, or the measured endpoint serves no version or got no requests.
+        UserError: the pipeline file has problems or deploys to no endpoint, or a number of the
+            request is not valid. Or the measured endpoint serves no version or got no requests.
         ServiceUnavailableError: the metrics source does not answer, or its counts restarted.
     """
     file = Path(name)

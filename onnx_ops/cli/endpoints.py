@@ -154,8 +154,9 @@ def history(
 ) -> None:
     """Show what changed on endpoints, when, by whom and why.
 
-    With --json, the evidence is shown too. Deleted endpoints are included. MLflow is not needed.
-    Exit code 4 if a ledger is damaged: the entries before the damage and the error are shown.
+    With --json, the digests of the evidence are shown too. Deleted endpoints are included. MLflow
+    is not needed. Exit code 4 if a ledger is damaged: the entries before the damage and the error
+    are shown.
 
     Example: onnx-ops history --model digits-mlp --since 30d --json
     """

@@ -176,7 +176,10 @@ def view(path: Path, port: int) -> Iterator[tuple[str, Callable[[], None]]]:
 
 @contextmanager
 def local_model(place: str) -> Iterator[Path]:
-    """Open the model as a local file; a download is removed afterwards."""
+    """Open the model as a local file.
+
+    A download is removed afterwards, unless it is in the cache of pinned addresses.
+    """
     from onnx_ops.onnx_graph.files import find_model_file
 
     if "://" not in place and not place.startswith("models:/"):

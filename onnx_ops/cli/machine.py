@@ -33,9 +33,9 @@ def doctor(
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Check packages, providers, services, keys and pins.
+    """Check package versions, providers, services and keys.
 
-    Every problem is shown with a remedy. With --provider, only the requirements of that endpoint
+    Problems are shown with remedies. With --provider, only the requirements of that endpoint
     provider are checked, such as its package, credentials and quota. In the container of a replica
     (ONNX_OPS_FOLLOW is set), the container is checked: folders, keys, store, clock, memory. Exit
     code 4 if something is broken.

@@ -121,7 +121,8 @@ def promote(
 ) -> None:
     """Make a version the challenger of a target, and start its rollout.
 
-    The rollout starts on every endpoint that serves the model on the target.
+    The rollout starts on every endpoint that serves the model on the target. Without such an
+    endpoint, the version becomes the champion immediately.
 
     Example: onnx-ops promote digits-mlp/3 --target cpu-1t --reason "better on zeros"
     """

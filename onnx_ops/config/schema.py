@@ -213,8 +213,8 @@ def _any_of(*schemas: Schema) -> Schema:
 def _or_parameter(schema: Schema) -> Schema:
     """Return the schema of a scalar that also accepts a reference to a parameter.
 
-    The schema of a string without limits is unchanged, since a reference is such a string. Schemas
-    of constants and of values that are not scalars are also unchanged.
+    The schema of a string without `enum` and `pattern` is unchanged, since a reference is such a
+    string. Schemas of constants and of values that are not scalars are also unchanged.
     """
     choices = schema.get("anyOf", [schema])
     is_limited = any(

@@ -74,9 +74,9 @@ class Execution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Environment:
-    """An isolated environment for a framework or a runtime.
+    """The environment of a framework or a runtime: isolated, or this installation.
 
-    The packages of the framework or runtime are not part of this installation.
+    The packages of an isolated environment are not part of this installation.
     """
 
     requirements: Annotated[

@@ -51,7 +51,7 @@ class _Growing:
 
 
 def has_trees(path: Path) -> bool:
-    """Return whether a file holds a tree ensemble.
+    """Return whether a file holds an operator of `ENSEMBLES`.
 
     Errors are those of `read_structure`.
     """
@@ -59,7 +59,7 @@ def has_trees(path: Path) -> bool:
 
 
 def read_trees(path: Path) -> tuple[Tree, ...]:
-    """Read the trees of all ensembles of the main graph, in the order of the file.
+    """Read the trees of all `ENSEMBLES` of the main graph, in the order of the file.
 
     A split `x < t` is returned with the next smaller threshold, which is equivalent for float32.
     Errors are those of `read_model`, and the following.

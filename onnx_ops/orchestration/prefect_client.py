@@ -25,7 +25,7 @@ _PAUSES_S = (0.03, 0.07, 0.15, 0.3, 0.6)
 def is_unavailable(error: Exception) -> bool:
     """Return whether an exception means that the server is temporarily unavailable.
 
-    The exception must come from Prefect's client.
+    The exception must be one of Prefect's client, or a ServiceUnavailableError.
     """
     import httpx
 

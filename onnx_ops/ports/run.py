@@ -153,7 +153,7 @@ class Pools(Plugin):
 
     @abstractmethod
     def read_status(self) -> tuple[PoolStatus, ...]:
-        """Return all pools for stages, by name.
+        """Return all pools for stages, sorted by name.
 
         Raises:
             UserError: no orchestrator is configured.

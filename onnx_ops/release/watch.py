@@ -66,8 +66,8 @@ class WatchEvent:
 class ReconcileQueue:
     """Queue of models whose endpoints must be reconciled immediately.
 
-    `add` can be called in any thread. `close` can also be called in a signal handler, because a
-    SimpleQueue allows a put while another put is in progress in the same thread.
+    `add` can be called in any thread. `close` can also be called in a signal handler. A SimpleQueue
+    allows a put while another put is in progress in the same thread.
     """
 
     def __init__(self) -> None:

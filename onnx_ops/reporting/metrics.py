@@ -144,7 +144,7 @@ def unit_of(name: str) -> str:
 
 
 def collect_metrics(evidence: Evidence) -> dict[str, float]:
-    """Return measurements by name; a name includes the unit if there is one."""
+    """Return measurements by name; names of times, sizes and rates include the unit."""
     metrics = {"size_bytes": float(evidence.size_bytes)}
     if evidence.latency is not None:
         metrics |= {f"{name}_ms": ns / 1e6 for name, ns in evidence.latency.quantiles_ns.items()}

@@ -35,7 +35,7 @@ from onnx_ops.statistics.rules.performance import PROCESS_FIGURES
 SERIES = 6
 """Number of colours for variants.
 
-Further variants use the same colours with other dashes.
+The next six variants use the same colours with dashes.
 """
 
 _POINTS = 240
@@ -209,7 +209,8 @@ def _describe_error(
 def _describe_columns(measurements: Sequence[ParityMeasurement], limit: float | None) -> str:
     """Return a text on the smallest error that exceeds the limit.
 
-    It describes the columns of real rows in which this error is largest.
+    It describes the columns of real rows in which this error is largest, relative to the largest
+    answer.
     """
     if limit is None:
         return ""

@@ -2,8 +2,8 @@
 
 The domain of an input is the set of values that callers can send. It is learned from real rows, the
 graph, and the declarations of the pipeline. Unless the parity gate sets another rule, the export is
-refused for a difference on a group within the domain. A difference on another group is advisory,
-for example on NaN where the data has none, on rows scaled by 1,000, or on an empty batch.
+refused for a difference on a group within the domain. A difference on another group is advisory.
+Examples are NaN where the data has none, rows scaled by 1,000, and an empty batch.
 """
 
 from __future__ import annotations

@@ -25,9 +25,9 @@ def judge_recheck(gates: Sequence[Gate], then: Evidence, now: Evidence) -> tuple
     """Judge the present evidence, and its change since the evidence of the decision.
 
     A failure of the present evidence is advisory if the old evidence fails the same gate against
-    the present baseline, since this shows no change. Measurements can change as far as the gates
-    allow for a release: by `max_regression` of latency, and by `max_drop` and `max_increase` of a
-    metric.
+    the present baseline. Such a failure shows no change. Measurements can change as far as the
+    gates allow for a release: by `max_regression` of latency, and by `max_drop` and `max_increase`
+    of a metric.
     """
     changes: list[GateResult] = []
     for gate in gates:

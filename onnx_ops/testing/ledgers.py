@@ -241,8 +241,8 @@ class LedgerSuite:
     def test_state_equals_fold_of_all_entries(self, ledger: Ledger, opener: Opener) -> None:
         """Check the state after every entry.
 
-        Each of three rounds appends one entry of each kind. A ledger that was opened anew is also
-        checked: in the first round after every entry, in later rounds at the end.
+        Each of three rounds appends the bodies of `one_of_each`. A ledger that was opened anew is
+        also checked: in the first round after every entry, in later rounds at the end.
         """
         written: list[LedgerEntry] = []
         for number in range(3):

@@ -178,8 +178,8 @@ class AzureDeploymentEndpoints(CloudEndpoints):
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Change only the traffic if the state's leader runs; otherwise call `apply`.
 
-        If the endpoint is settled and the applied state contains the leader with the present
-        options, the second request to Azure Resource Manager changes the traffic.
+        In the simple case, the second request to Azure Resource Manager changes the traffic. This
+        needs a settled endpoint whose applied state contains the leader with the present options.
         """
         if self._connect(config).restore(state, generation):
             return

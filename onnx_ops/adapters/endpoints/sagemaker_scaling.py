@@ -29,8 +29,8 @@ def find_instance_drift(description: Mapping[str, Any], options: SageMakerOption
 class VariantScaling:
     """Scalable targets and policies of one endpoint's variants.
 
-    Policies of other clients are not changed. The instance counts that they set are not changed
-    either.
+    If the options do not scale variants, targets without onnx-ops' policy are kept. The instance
+    counts that other clients set are then kept too.
     """
 
     def __init__(self, client: SageMakerClient) -> None:
@@ -62,9 +62,10 @@ class VariantScaling:
             yield from counts
 
     def is_foreign(self, description: Mapping[str, Any]) -> bool:
-        """Return whether another client's policy scales a variant.
+        """Return whether a variant has a scalable target without onnx-ops' policy.
 
-        The result is False if the options scale the variants.
+        Another client has then registered the target. The result is False if the options scale the
+        variants.
         """
         if self._options.scaled:
             return False
@@ -109,7 +110,8 @@ class VariantScaling:
     def pause(self, description: Mapping[str, Any], layout: EndpointLayout) -> None:
         """Stop scaling variants that are removed or get a new instance type.
 
-        SageMaker refuses to change the type of a scaled variant.
+        SageMaker refuses to change the type of a scaled variant. Without scaling in the options,
+        nothing is done.
         """
         if not self._options.scaled:
             return

@@ -22,7 +22,7 @@ _CONTEXT = ("training", "mask")
 _UNBUILT = "Model .* had a build config, but the model cannot be built"
 """Start of a warning of Keras 3.15.
 
-Keras issues this warning if it recreates a subclassed model without loading its weights.
+Keras issues this warning if it recreates a subclassed model, but cannot build it.
 """
 
 

@@ -250,10 +250,11 @@ def _answers(estimator: Any, rows: Any) -> dict[str, Array]:
 
 
 def _check_estimator(model: object) -> None:
-    """Check that a model can answer new rows, with at most one label for each row.
+    """Check that a model can answer new rows, and has at most one list of classes.
 
     Raises:
-        UserError: the model cannot answer new rows, or answers with several labels.
+        UserError: the model cannot answer new rows, or has a list of classes for each of several
+            labels.
     """
     from sklearn.base import is_classifier
 

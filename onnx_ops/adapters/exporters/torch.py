@@ -57,9 +57,9 @@ Only the text of the message names the operator.
 class TorchExporter(TracingExporter):
     """Exporter of PyTorch modules.
 
-    Inputs are passed to `forward` by the names of its parameters. Option `translations`
-    (`package.module:TABLE`) names a table of the project. The table maps operators of torch to ONNX
-    functions.
+    `bind_call` describes how inputs are passed to the parameters of `forward`. Option
+    `translations` (`package.module:TABLE`) names a table of the project. The table maps operators
+    of torch to ONNX functions.
     """
 
     tools: tuple[str, ...] = ("torch", "numpy")
@@ -531,10 +531,10 @@ class KerasExporter(TorchExporter):
 def _keras() -> Any:
     """Import Keras with the PyTorch backend.
 
-    Keras chooses its backend when it is first imported.
+    Keras chooses its backend when it is first imported. A value of KERAS_BACKEND is not changed.
 
     Raises:
-        UserError: Keras already uses another backend.
+        UserError: Keras uses another backend.
     """
     os.environ.setdefault("KERAS_BACKEND", KERAS_BACKEND)
     keras = importlib.import_module("keras")

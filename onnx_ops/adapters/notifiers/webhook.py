@@ -26,7 +26,10 @@ _SIGNS = {
     Severity.INFO: ":white_check_mark:",
 }
 _LONGEST = 2900
-"""Maximum number of characters in one block, slightly below Slack's limit."""
+"""Number of characters after which a text is cut.
+
+Slack accepts 3,000 characters in the text of a block.
+"""
 
 
 class WebhookNotifier(Notifier):

@@ -227,7 +227,7 @@ class TrialRunner:
         return drop
 
     def _measure_error(self, path: Path) -> float:
-        """Return the error of the worst float output on a few rows; see `compute_worst_error`."""
+        """Return the result of `compute_worst_error` on a few rows."""
         return compute_worst_error(self._exact_outputs, self._run(path))
 
     @functools.cached_property
@@ -281,7 +281,7 @@ def compute_worst_error(exact: Tensors, answers: Tensors) -> float:
     equal in `answers`, and have no error.
 
     Raises:
-        UserError: an answer is NaN or infinite, and the exact value differs.
+        UserError: an exact value or its answer is NaN or infinite, and the two differ.
     """
     errors = [0.0]
     for name, values in exact.items():

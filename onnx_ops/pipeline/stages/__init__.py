@@ -1,7 +1,7 @@
-"""Stages of a pipeline: one module for each kind except promotion and deployment.
+"""Stages of a pipeline: a module for each kind, with the function `execute`.
 
-Each module has the function `execute`; `quantize` also contains the calibration stage. The module
-`champion` is not a stage: it finds the champion for benchmarks.
+The module `quantize` also contains the calibration stage. Promotion and deployment have no module.
+The module `champion` is not a stage: it finds the champion for benchmarks.
 """
 
 from __future__ import annotations

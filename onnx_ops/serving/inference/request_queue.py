@@ -102,7 +102,7 @@ class WorkerThreads:
 
     See docs/adr/0008-endpoint-server.md.
 
-    Requests start in the order of their arrival, across all queues below their limits of batches
+    The next batch begins with the oldest request of all queues below their limits of batches
     (`max_batches`). If the queues took turns, requests to the version with most of the traffic
     would wait longer. A rollout would then measure a difference between equal versions. For the
     same reason, queues have no separate threads: a model was measured 45 % slower on one of two
@@ -256,7 +256,7 @@ class RequestQueue(Generic[T]):
 
     Args:
         run: runs the items of a batch, on one of the threads. It must not raise.
-        limit: maximum number of items, in all queues, that wait when a new one arrives.
+        limit: maximum number of waiting items, in all queues together.
         max_batch: maximum number of items in one batch.
         max_batches: maximum number of batches at the same time.
     """

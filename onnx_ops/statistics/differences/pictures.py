@@ -17,8 +17,8 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 _LARGEST = 600_000
 """Number of elements that limits the search.
 
-Arrays of at least twice this size are thinned for lines that fit all channels. Larger arrays are
-not tried for softmax and sigmoid. Crops are searched in arrays of up to four times this size.
+Arrays above this size are not tried for softmax and sigmoid. Arrays of at least twice this size are
+thinned for lines that fit all channels. Crops are searched in arrays of up to four times this size.
 """
 _EXPLAINED = 0.2
 """Share of the difference that can remain after a shift that explains it.
@@ -386,7 +386,10 @@ def _measure_borders(array: Floats) -> float:
 
 
 def _explain_rest(left: Floats, right: Floats) -> str:
-    """Return which picture is sharper, as after another filter; empty if unclear."""
+    """Return which picture is sharper, as after another filter; empty if unclear.
+
+    Similar pictures of about equal sharpness are described as different in detail.
+    """
     channel = find_channel_axis(left.shape)
     if channel is None or left.size < 192:
         return ""
