@@ -35,7 +35,10 @@ _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk or quota."""
 _CLOSED = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EROFS)
-"""Error numbers of denied access, a read-only file system, or a file in place of a folder."""
+"""Error numbers of an inaccessible path.
+
+They are denied access, a read-only file system, or a file in place of a folder.
+"""
 _FREE = (
     "Free some disk space and run the command again; completed stages are cached. "
     "See `onnx-ops docs runbooks/disk-full`."
@@ -91,7 +94,7 @@ class Scratch:
 def _sweep(place: Path) -> None:
     """Remove the folders of this user's killed processes.
 
-    Each process does this only once, since listing the folder of temporary files takes time.
+    Each process does this only once for a folder.
     """
     for path in place.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):

@@ -41,10 +41,10 @@ class TargetStatus:
 
 
 def list_target_statuses(project: Project) -> list[TargetStatus]:
-    """Return the status of the project's targets, then of the shipped profiles.
+    """Return the status of project and shared targets, then of the shipped profiles.
 
-    Targets and profiles are each ordered by name. A profile is left out if the project has a target
-    of the same name.
+    Targets and profiles are each ordered by name. A profile is left out if there is a target of the
+    same name.
     """
     with _write_probe() as probe:
         names = dict.fromkeys((*project.targets.names(), *profile_names()))

@@ -96,7 +96,7 @@ class StepProgress:
             self._print()
 
     def print_lines(self) -> None:
-        """Print a line for the running steps now, and for each step that starts later."""
+        """Print a line for the running steps now, and for each later step and detail."""
         self._is_printing = True
         self._print()
 

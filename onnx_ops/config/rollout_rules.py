@@ -102,7 +102,10 @@ def check_providers(
 
 
 def _check_dependencies(draft: Draft) -> Iterator[Issue]:
-    """Yield rollouts that wait for each other, or for endpoints that the file lacks."""
+    """Yield rollouts that wait for each other, or for endpoints that the file lacks.
+
+    A rollout with `depends_on_soak` and without `depends_on` is also an issue.
+    """
     entries = {entry.endpoint: entry for _, entry in draft.deploy}
     for loc, entry in draft.deploy:
         policy, where = entry.rollout, (*loc, "rollout")
@@ -137,7 +140,7 @@ def _find_predecessors(name: str, entries: Mapping[str, Deploy]) -> set[str]:
 def _check_steps(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
     """Yield shares of traffic that are not whole percentages, or do not grow to 100%.
 
-    The split of an A/B test must exceed the step before 100%, and its metric must have a name.
+    The split of an A/B test must exceed the last step before 100%.
     """
     steps = policy.steps
     for key, share in _list_shares(policy):

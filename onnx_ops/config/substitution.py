@@ -4,8 +4,8 @@ An override is written `--set path=value`, an environment variable `${env:NAME}`
 `${params:train.epochs}`.
 
 A path consists of keys with dots and indices in brackets: `train.with.epochs`,
-`gates[1].max_drop`. A problem with a substituted value is located at its source: the option, or
-the position in `params.yaml`.
+`gates[1].max_drop`. A problem with the value of an override is located at the option. A problem
+with a parameter that is a whole value is located in `params.yaml`.
 """
 
 from __future__ import annotations

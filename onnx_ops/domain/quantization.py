@@ -77,11 +77,11 @@ class Trial:
     """One model that was built and measured on the tuning rows.
 
     `excluded` are the nodes that stay in float, and `why` is the reason for the trial. `drop` is
-    the loss of the task metric against fp32 (negative: a gain), the largest over the targets'
-    machines. `error` is the root mean square distance of the outputs from those of fp32, in units
-    of their standard deviation. `ratios` are request times divided by the request times of fp32,
-    and `p99` is in seconds, both by target. `p99` is measured only if the budget limits it and
-    permits `drop`. `failure` is the reason why there are no measurements.
+    the loss of the task metric against fp32 (negative: a gain), the largest over the targets.
+    `error` is the root mean square distance of a float output from that of fp32, in units of its
+    standard deviation, the largest over the outputs. `ratios` are request times divided by the
+    request times of fp32, and `p99` is in seconds, both by target. `p99` is measured only if the
+    budget limits it and permits `drop`. `failure` is the reason why there are no measurements.
     """
 
     recipe: str
@@ -286,7 +286,8 @@ def list_search_recipes(
 
     The recipes are in ascending order of the cost of building a model, the deferred recipes last.
 
-    The types of each recipe depend on the machines (`choose_static_recipe`, `choose_reduce_range`).
+    The types of the recipes `dynamic` and `static` depend on the machines (`choose_static_recipe`,
+    `choose_reduce_range`).
 
     Args:
         calibrated: whether there are calibration data, which static quantization needs.

@@ -1,9 +1,9 @@
 """Analyses of rollouts that other programs move: Argo Rollouts and Flagger.
 
 An *analysis* is a named policy: what is compared, and what is tolerated. A *rollout* compares a
-canary with a stable revision. Its state is the fold of recorded entries. Each entry holds an
-observation together with the resulting verdict, so that no answer depends on anything that is not
-recorded. A failed verdict is final: later entries of the same attempt do not change it.
+canary with a stable revision. Its state is the fold of recorded entries. An entry with counts also
+holds the resulting verdict, so that a recorded verdict does not depend on the code that reads it. A
+failed verdict is final: later entries of the same attempt do not change it.
 """
 
 from __future__ import annotations
@@ -168,9 +168,9 @@ class CountsRecorded:
     """Counts of both revisions, and the resulting verdict.
 
     `reading` is where the next interval starts; None for counts that a client sends by interval.
-    `interval` is None if it was left out for the reason `left_out`. `margins` are the requests of
-    the canary and of both revisions since the last reading, if they are known. `id` and `digest`
-    identify counts that a client sent.
+    `interval` is None for a first reading, or if it was left out for the reason `left_out`.
+    `margins` are the requests of the canary and of both revisions since the last reading, if they
+    are known. `id` and `digest` identify counts that a client sent.
     """
 
     kind: Literal["counts"] = "counts"
@@ -361,7 +361,7 @@ def diff_revisions(
 
 
 def _align(before: RequestCounts, now: RequestCounts | None) -> RequestCounts:
-    """Return earlier counts, with `timed` 0 if the revision had no histogram yet."""
+    """Return earlier counts, with `timed` 0 if only one of the counts has a histogram."""
     if now is None or (before.timed is None) == (now.timed is None):
         return before
     return replace(before, timed=0).with_over(dict.fromkeys(now.over(), 0))

@@ -100,7 +100,7 @@ class ErrorGraph:
     # The following methods read the original model.
 
     def producer(self, name: str) -> onnx.NodeProto | None:
-        """Return the node that computes a value; None for inputs and constants."""
+        """Return the node that computes a value; None for inputs and initializers."""
         return self._producers.get(name)
 
     def main_input(self, node: onnx.NodeProto) -> str:

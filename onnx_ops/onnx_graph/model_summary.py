@@ -45,9 +45,9 @@ class ModelSummary:
     `operators` counts nodes, including those of subgraphs and functions; operators outside the
     default domain have the domain as prefix. `versions` counts nodes by the version of their
     definitions (`Gemm-13`). `foreign` names the nodes of operators outside the domains of ONNX and
-    ONNX Runtime, except functions of the model.
-    `blocks` holds the reason why no CPU kernel runs a node, by node. `parameters` counts the
-    elements of all constants by type. `unranked` names inputs and outputs without a declared shape.
+    ONNX Runtime, except functions of the model. `blocks` holds the reason why no CPU kernel runs a
+    node with weights in blocks, by node. `parameters` counts the elements of all constants by type.
+    `unranked` names inputs and outputs without a declared shape.
     `author`, `license`, `version` and `description` are copied from the file; empty or 0 if
     missing. `problem` is the error of the ONNX checker; empty without an error.
     """
@@ -217,7 +217,7 @@ def estimate_cost(
 
 
 def _infer_shapes(model: onnx.ModelProto) -> tuple[onnx.ModelProto, str]:
-    """Return the model with inferred shapes of all values, and the inference's error.
+    """Return the model with inferred shapes, and the inference's error.
 
     The error is empty if the shapes were inferred.
     """

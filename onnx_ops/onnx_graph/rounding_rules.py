@@ -56,9 +56,9 @@ def _pass_through(
 ) -> list[str]:
     """Return the effects of the inputs' errors on a sum of products.
 
-    The errors are independent, so that their squares add up. Only the errors of one further linear
-    operator are included. The errors of earlier operators are about as large, and the distance of
-    the source's float32 and float64 answers shows all of them.
+    The errors are taken as independent, so that their squares add up. Only the errors of one
+    further linear operator are included. The errors of earlier operators are about as large, and
+    the distance of the source's float32 and float64 answers shows all of them.
     """
     if not graph.levels:
         return []

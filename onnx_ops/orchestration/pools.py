@@ -90,10 +90,7 @@ class PrefectPools(Pools):
     """The awaited flow runs as of `_read_at`, or the error of reading them."""
     _open: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _client: SyncPrefectClient | None = None
-    """Client that all threads share to request stages; open until this process ends.
-
-    The start of another client would take as long as a short stage.
-    """
+    """Client that all threads share to request stages; open until this process ends."""
     _ready: dict[tuple[str, StageKind], tuple[float, UUID]] = field(default_factory=dict)
     """Time of the last check for workers, and the deployment, by pool and kind."""
 

@@ -64,8 +64,8 @@ class LoadSchedule:
     """The schedule of a benchmark under load.
 
     Each of `rounds` rounds builds a fresh session of every model, in random order. Each session
-    answers `windows` windows of `requests` requests that `concurrency` threads send without pause,
-    the models in random order within each round. An untimed window comes first on each session.
+    answers `windows` windows of `requests` requests that `concurrency` threads send without pause.
+    For each window, the models are in random order. An untimed window comes first on each session.
     """
 
     concurrency: int

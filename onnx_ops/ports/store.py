@@ -49,7 +49,7 @@ class Store(Protocol):
         """Yield every readable result, including those with missing files."""
 
     def contents(self) -> tuple[StoredObject, ...]:
-        """Return all stored content, and unfinished files of killed writers; no records."""
+        """Return all stored content, and unfinished files of writers; no records."""
 
     def forget(self, stored: StoredObject) -> bool:
         """Remove the object, unless it was stored again in the meantime.

@@ -73,9 +73,9 @@ class RevisionDocument:
 class CountsDocument:
     """Counts of both revisions in one interval, or since the counters' last start.
 
-    The first kind has the id `interval`. The second kind has the time `at` in seconds since the
-    epoch; another `origin` means that the counters restarted. `step` is the number of the rollout's
-    step.
+    The first kind has the id `interval`. The second kind can have the time `at` in seconds since
+    the epoch, by default the time of the request. Another `origin` means that the counters
+    restarted. `step` is the number of the rollout's step.
     """
 
     stable: RevisionDocument

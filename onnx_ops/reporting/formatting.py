@@ -64,7 +64,7 @@ def format_figure(value: float | None, unit: str) -> str:
 def format_interval(
     low: float | None, high: float | None, unit: str, *, near: float | None = None
 ) -> str:
-    """Return an interval as a text: `[1.21, 1.30] ms`, or one-sided `≥ 1.21 ms`.
+    """Return an interval as a text: `[1.21, 1.35] ms`, or one-sided `≥ 1.21 ms`.
 
     A bound that is None or infinite is omitted, and the text is empty without a bound. The scale is
     that of the estimate, `near`, or of a bound if there is no estimate.

@@ -260,9 +260,9 @@ class Chart:
 
 
 def room_for(names: Sequence[str]) -> tuple[float, float]:
-    """Return the left margin and the height that rows with these names need.
+    """Return the left margin, and the height of one row, for rows with these names.
 
-    The margin holds all names, or none if the longest name would leave too little of the drawing.
+    The margin holds all names, or none if it would be wider than half of the plot.
     """
     margin = 8 + _WIDE_CHARACTER * max(map(len, names), default=0)
     if margin <= WIDTH / 2:

@@ -45,7 +45,7 @@ _TABLES = 16
 _KEPT_S = 3600.0
 """Time in seconds for which closed epochs are reported, within `_KEPT_BYTES`.
 
-So a reader that was disconnected for less than this time misses no epoch.
+Within this size, a reader that was disconnected for less than this time misses no epoch.
 """
 _KEPT_BYTES = 32 << 20
 _MIN_KEPT = 60

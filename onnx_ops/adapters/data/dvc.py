@@ -1,8 +1,8 @@
 """Read a file of arrays or a table that DVC tracks, by path and revision.
 
 DVC itself, in an isolated environment, finds the pointer of a commit and fetches objects that are
-in no cache on this machine. This module checks every byte against the MD5 of the pointer, because
-DVC does not detect changed files in its cache or its remote.
+in no cache on this machine. `load` checks the bytes against the MD5 of the pointer, because DVC
+does not detect changed files in its cache or its remote.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ _GIT_VARIABLES = (
     "GIT_OBJECT_DIRECTORY",
     "GIT_COMMON_DIR",
 )
-"""Variables that git sets inside hooks.
+"""Variables that git can set inside hooks.
 
-With these variables, git would use another repository.
+With these variables, git could use another repository.
 """
 
 _LATE_REMEDY = (
@@ -142,8 +142,8 @@ class DvcPointer:
 class _TrackedFile:
     """A tracked file at a commit.
 
-    `folder` is where git runs; it is a bare copy unless `is_checkout`. `path` is relative to the
-    top of the repository. `inner` is the path of `folder` below this top.
+    `folder` is where git runs; it is a bare repository unless `is_checkout`. `path` is relative to
+    the top of the repository. `inner` is the path of `folder` below this top.
     """
 
     options: DvcOptions
@@ -332,7 +332,8 @@ class DvcSource(DataSource):
     def _check_checkout(self, tracked: _TrackedFile, top: Path) -> None:
         """Raise DigestMismatchError if an uncommitted change alters the pointer.
 
-        Only the MD5 and the size in the pointer are compared.
+        Only the MD5 and the size in the pointer are compared. A deleted pointer file is not an
+        error.
         """
         file, path = tracked.pointer.file, tracked.path
         if (

@@ -29,7 +29,8 @@ _MOST_COLUMNS = 4096
 _MOST_CSV_BYTES = 1 << 31
 """Size in bytes that a CSV or JSON Lines file must not reach.
 
-pyarrow infers the types of the columns from one block, which is the whole file here.
+pyarrow infers the types of the columns from one block. Without `most_bytes`, this block is the
+whole file. The limit for a compressed file is on its decompressed size.
 """
 
 _HEAD_BYTES = 1 << 20
@@ -39,7 +40,7 @@ The dialect is the encoding, the separator and the decimal mark.
 """
 
 _HEAD_RECORDS = 50
-"""Number of records at the start of a file that determine its separator and decimal mark."""
+"""Maximum number of records that show the separator and the decimal mark."""
 
 _SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "bars"}
 
@@ -100,7 +101,7 @@ def read_table(
     Each array has the shape (rows, 1). Whole numbers are int64, fractions are float32, and booleans
     are bool. Dates and identifiers are text, and categories have the type of their values.
     Identifiers are whole numbers with a leading zero or beyond int64, or beyond 53 bits in a column
-    with a missing value.
+    with a missing value. In JSON Lines, whole numbers beyond int64 are read as float32.
 
     A missing value is NaN, which makes a column of numbers or booleans float32. In a column of
     text, it is the empty text. Texts are `np.str_`, or Python objects where a fixed width would

@@ -29,8 +29,8 @@ _CLASSIFIER_OPTIONS = {
 class _BoostedExporter(SklearnExporter):
     """Base of the exporters of gradient boosting libraries.
 
-    With precision float64, the steps of a pipeline before the estimator compute in float64. The
-    trees of the estimator compare and add values in the precision of their library.
+    With precision float64, `reference` computes the steps of a pipeline before the estimator in
+    float64. The trees of the estimator compare and add values in the precision of their library.
     """
 
     converters = ("onnxmltools", *SklearnExporter.converters)
@@ -73,7 +73,10 @@ class _BoostedExporter(SklearnExporter):
         super().export(model, request)
 
     def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
-        """Run the estimator; refuse an empty batch, whose output has a wrong shape."""
+        """Run the estimator; refuse an empty batch.
+
+        For an empty batch, XGBoost can return a wrong shape, and LightGBM raises an error.
+        """
         if not all(len(array) for array in inputs.values()):
             raise ValueError(f"{self._package} returns a wrong shape for an empty batch")
         return super().reference(model, inputs, precision)

@@ -37,7 +37,10 @@ SIGNATURE = "serving_default"
 REQUIREMENTS = ("numpy==2.4.6", "onnx==1.23.2", "tensorflow-cpu==2.21.0", "tf2onnx==1.17.0")
 
 OPSETS = (13, 18)
-"""Lowest and highest opset that tf2onnx 1.17 writes."""
+"""Lowest and highest opset that the exporters accept.
+
+tf2onnx 1.17 is tested with opsets 14 to 18.
+"""
 
 _FAILED = "tf2onnx cannot convert the model"
 _GENERATED = r"__(\d+)"

@@ -63,7 +63,7 @@ class SeenHeads:
         self._known: dict[str, SeenHead | None] = {}
 
     def list_fixed(self, endpoint: str) -> dict[int, Digest]:
-        """Return the digest of the last entry that this machine has verified, by its sequence.
+        """Return the digest of the last entry verified on this machine, by its sequence.
 
         The result is empty if no entry is recorded.
         """
@@ -75,7 +75,10 @@ class SeenHeads:
         return {seen.sequence: seen.digest}
 
     def remember(self, endpoint: str, sequence: int, digest: Digest) -> None:
-        """Record the verified head of a ledger, unless this or a later head is recorded."""
+        """Record the verified head of a ledger.
+
+        A recorded head with the same or a later sequence is kept.
+        """
         head = SeenHead(sequence=sequence, digest=digest)
         if self._folder is None or self._is_read_only or self._known.get(endpoint) == head:
             return

@@ -47,7 +47,7 @@ _Label = Annotated[str, Pattern("[a-zA-Z_][a-zA-Z0-9_]*", "the name of a label")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrometheusOptions:
-    """Options of section `metrics`: the server, and names of series and labels.
+    """Options of the metrics source `prometheus`: the server, and names of series.
 
     The default names are those of the endpoint server. `select` are further labels that all series
     must have, such as `{job: serving, namespace: prod}`. `origin` is a series that changes its
@@ -117,7 +117,7 @@ class PrometheusMetrics(MetricsSource):
         self._url = self._names.url.rstrip("/")
 
     def capabilities(self) -> frozenset[str]:
-        """Return `exceedances`, and the other kinds of counts of an onnx-ops server."""
+        """Return `exceedances`; for an onnx-ops server, also `shadow` and `feedback`."""
         return frozenset(
             {"exceedances", "shadow", "feedback"} if self._names.is_own_server else {"exceedances"}
         )

@@ -69,7 +69,8 @@ class GitHubNotifier(Notifier):
     def send(self, notification: Notification) -> None:
         """Write a comment on the newest open issue of the endpoint, or open an issue.
 
-        Only issues that onnx-ops opened are used, or the issue in the options if one is set.
+        An issue of the endpoint has the label and the hidden comment of onnx-ops. If the options
+        name an issue, the comment is always written there.
         """
         endpoint, text = notification.endpoint, format_body(notification)
         open_issues = (

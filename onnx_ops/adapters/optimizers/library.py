@@ -69,7 +69,7 @@ _KEEP_SOURCE = "Use the model as it is. In a pipeline, leave this variant out of
 
 @contextlib.contextmanager
 def suppress_output() -> Iterator[None]:
-    """Suppress standard output and logs; restore loggers afterwards.
+    """Suppress standard output and logs; restore the root logger afterwards.
 
     Critical messages, and errors of ONNX Runtime, are still logged.
     """

@@ -1,7 +1,7 @@
 """Tags stage: find the slices of the scored rows.
 
 The values come from columns of the data set, from a file of tags, and from a function of the
-project. The stage runs before training, so that a wrong column or function is found early.
+project. The stage does not wait for training, so that a wrong column or function is found early.
 """
 
 from __future__ import annotations

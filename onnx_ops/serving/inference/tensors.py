@@ -64,7 +64,7 @@ A large body in the binary form stays in the memory into which it was received.
 """
 
 MAX_VALUES = 1 << 22
-"""Maximum number of values in a JSON or CSV body, and of elements in a tensor of BYTES.
+"""Maximum number of values in a JSON or CSV body, and of elements of BYTES.
 
 A value of two bytes takes up to 36 bytes of memory in JSON, and up to 122 bytes in CSV. This is the
 peak resident memory of `read_invocation` for this many zeros, divided by their number. The JSON
