@@ -125,9 +125,10 @@ def _is_granted(state: ReleaseState, action: Action) -> bool:
 def _keeps_roles(state: ReleaseState, action: Action) -> bool:
     """Return whether the action only restores the roles in the ledger.
 
-    The candidate gets at most the share of its step. The previous version can be retired.
+    The candidate gets at most the share and the copies of its step. The previous version can be
+    retired.
     """
-    roles, after, weights = state.roles, action.roles, action.state.split.weights
+    roles, after, split = state.roles, action.roles, action.state.split
     if (after.stable, after.candidate, after.step) != (roles.stable, roles.candidate, roles.step):
         return False
     if (
@@ -138,13 +139,17 @@ def _keeps_roles(state: ReleaseState, action: Action) -> bool:
     ):
         return False
     present = [d for d in (roles.stable, roles.previous, roles.candidate) if d is not None]
-    most = 0 if roles.candidate is None else find_step(state.policy, roles.step).percent
-    share = 0 if roles.candidate is None else weights.get(roles.candidate.name, 0)
+    share, most, copies = 0, 0, dict[str, int]()
+    if roles.candidate is not None:
+        step = find_step(state.policy, roles.step)
+        share, most = split.weights.get(roles.candidate.name, 0), step.percent
+        copies = {roles.candidate.name: step.mirror_percent}
     return (
         _are_among(action.state.deployments, present)
         and share <= most
-        and weights.get(roles.stable.name, 0) == 100 - share
-        and sum(weights.values()) == 100
+        and split.weights.get(roles.stable.name, 0) == 100 - share
+        and sum(split.weights.values()) == 100
+        and all(percent <= copies.get(name, 0) for name, percent in split.shadow.items())
     )
 
 

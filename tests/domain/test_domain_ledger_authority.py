@@ -10,7 +10,7 @@ from onnx_ops.domain.endpoint import EndpointState, TrafficSplit
 from onnx_ops.domain.ledger import ReleaseState
 from onnx_ops.domain.ledger_authority import explain_grant
 from onnx_ops.domain.rollout import Action, ActionKind, Roles
-from onnx_ops.domain.rollout_policy import RolloutPolicy
+from onnx_ops.domain.rollout_policy import RolloutPolicy, ShadowTrial
 from tests.domain.test_domain_ledger import folded, intent, version
 
 STABLE, CANDIDATE, OTHER = version(1), version(2), version(3)
@@ -55,4 +55,33 @@ def test_explain_grant_of_restore_with_other_roles_requires_signature(
 ) -> None:
     """The state itself stays as granted; only the recorded roles differ."""
     action = replace(restore(ROLES, v1=90, v2=10), roles=roles)
+    assert explain_grant(state, intent(action)) == "begins restore"
+
+
+@pytest.mark.parametrize(
+    ("shadow", "grant"),
+    [
+        ({}, ""),
+        ({"v2": 20}, ""),
+        ({"v2": 21}, "begins restore"),
+        ({"v1": 1}, "begins restore"),
+    ],
+    ids=["none", "as granted", "more", "of stable"],
+)
+def test_explain_grant_of_restore_permits_only_copies_of_shadow_step(
+    state: ReleaseState, shadow: dict[str, int], grant: str
+) -> None:
+    policy = replace(state.policy, shadow=ShadowTrial(fraction=0.2))
+    action = restore(ROLES, v1=100, v2=0)
+    split = replace(action.state.split, shadow=shadow)
+    action = replace(action, state=replace(action.state, split=split))
+    assert explain_grant(replace(state, policy=policy), intent(action)) == grant
+
+
+def test_explain_grant_of_restore_with_copies_after_shadow_step_requires_signature(
+    state: ReleaseState,
+) -> None:
+    action = restore(ROLES, v1=90, v2=10)
+    split = replace(action.state.split, shadow={"v2": 1})
+    action = replace(action, state=replace(action.state, split=split))
     assert explain_grant(state, intent(action)) == "begins restore"
