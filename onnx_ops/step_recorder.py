@@ -1,4 +1,4 @@
-"""Record the values of a system's steps while a judgement runs it.
+"""Record the values of a system's steps while onnx-ops calls the system.
 
 The user's code imports this module, so it imports neither numpy nor other modules of onnx-ops.
 """
@@ -41,8 +41,8 @@ class StepRecording:
 def record_step(name: str, value: T) -> T:
     """Return the value, and record it as the result of a step of the system.
 
-    Outside `onnx-ops judge --system`, and in other threads than the one that calls `predict`,
-    nothing is recorded.
+    Values are recorded while `onnx-ops judge --system`, or the section `system` of a pipeline,
+    calls the system. Only the thread of that call records values.
 
     Args:
         name: name of the step. `input` is what the model receives, `output` what it returns.

@@ -47,7 +47,7 @@ CHECKPOINT_EVERY = 64
 MAX_CACHED = 512
 """Maximum number of states in memory."""
 CACHED_S = DAY / 2
-"""Longest age of a state in memory, in seconds.
+"""Longest age at which a state in memory is used, in seconds.
 
 The entries of an attempt are deleted only if the last of them is older than a day. So the entries
 after a state younger than half a day still exist, even if the clocks of two machines differ by

@@ -331,7 +331,7 @@ class ModelFolders:
         return str(place)
 
     def _copy(self, folder: Path, place: Path) -> None:
-        """Copy the files of a folder to a place, whose present files are missing or damaged."""
+        """Copy the files of a folder to a place, and replace files that are there."""
         sweep_unfinished(self.root)
         temporary = Path(tempfile.mkdtemp(dir=self.root, prefix=TEMPORARY))
         try:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from onnx_ops.tools.judgement import Judgement, SweepPoint
 
 _SHOWN = 3
-"""Maximum number of reasons that are printed; the table has all verdicts."""
+"""Maximum number of reasons below the table, which has all verdicts."""
 
 
 def build_heading(

@@ -115,7 +115,7 @@ def _describe(adoption: Adoption) -> list[str]:
 
 
 def _compare_with_endpoint(context: Context, state: ReleaseState) -> list[str]:
-    """Return a line with a remedy if the endpoint serves another version than the state.
+    """Return a line with a remedy if the endpoint serves another version.
 
     The entries that would have no effect possibly rolled the version of the state back.
     """

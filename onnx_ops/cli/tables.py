@@ -63,7 +63,7 @@ class PlannedStage:
 def plan_table(pipeline: str, stages: Sequence[PlannedStage]) -> None:
     """Print the stages of a plan.
 
-    If any stage runs in a pool, the pool of each stage is printed, or that it runs here.
+    If any stage has a pool, the pool of each stage to run is printed, or that it runs here.
     """
     print_text("[bold]Plan of {}[/bold]", pipeline)
     placed = any(stage.pool for stage in stages)
@@ -84,7 +84,7 @@ def plan_table(pipeline: str, stages: Sequence[PlannedStage]) -> None:
 def _describe_work(stage: PlannedStage, *, placed: bool) -> str:
     """Return what a run would do with a stage, how long it takes and its price.
 
-    With `placed`, the pool of the stage is included.
+    With `placed`, the pool of a stage to run is included.
     """
     text = stage.would
     if placed and stage.would == "run":
@@ -99,7 +99,8 @@ def _describe_work(stage: PlannedStage, *, placed: bool) -> str:
 def _print_total(stages: Sequence[PlannedStage]) -> None:
     """Print the total time and price of the stages to run, from their last executions.
 
-    The number of stages without a known time is printed too.
+    The number of stages without a known time is printed too. If no time is known, nothing is
+    printed.
     """
     seconds = [stage.seconds for stage in stages if stage.seconds is not None]
     if not seconds:
@@ -272,7 +273,7 @@ def _print_advisories(decisions: Sequence[Decision]) -> bool:
 def _describe_row(row: VariantRow, decision: Decision, metric: str, against: str) -> list[str]:
     """Return the cells of a variant.
 
-    The cells are its metric, median latency, ratio against another model, and size.
+    The cells are its name, verdict, metric, median latency, ratio against another model, and size.
     """
     ratio = next(
         (r for r in decision.results if r.gate == "latency" and r.metric == f"ratio vs {against}"),

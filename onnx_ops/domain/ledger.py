@@ -56,9 +56,9 @@ class EndpointBound:
 class LedgerAdopted:
     """From this entry on, signatures by `keys` are valid, and `state` applies.
 
-    With `state` None, the state is unchanged. The holder of a key has checked the state. Earlier
-    entries therefore need not be verifiable any more. Their key may be retired or stolen, or the
-    entries are damaged or were never signed.
+    With `state` None, the state is unchanged. Otherwise, the holder of a key vouches for `state`,
+    so earlier entries need not be verifiable any more. For example, their key was retired or
+    stolen, or they are damaged or were never signed.
     """
 
     kind: Literal["ledger-adopted"] = "ledger-adopted"

@@ -90,7 +90,7 @@ def evaluate_change(
     """Run every pipeline that the change since `base` affects, up to its gates.
 
     Yield lines that report the outcome. Afterwards, `folder` holds the results for the step that
-    publishes them, and a report of each pipeline.
+    publishes them, and a report of each pipeline that ran.
 
     Args:
         base: the previous commit. If it is empty, every file is treated as changed.

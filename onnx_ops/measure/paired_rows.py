@@ -1,8 +1,8 @@
 """Stored results of a model for each row, beside the model's evidence.
 
-Labels are not stored. Metrics that count rows store whether each row is right, and metrics of
-numbers store the error of each row. Other metrics need labels: two runs are then compared by two
-separate intervals.
+Labels are not stored. Metrics that count rows store whether each row is right. Metrics of errors,
+such as `mae` and `rmse`, store the error of each row. Other metrics need labels: two runs are then
+compared by two separate intervals.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def compare_rows(
 ) -> tuple[PairedCounts | ScoreComparison, ...]:
     """Compare two runs by each metric that both stored for each row.
 
-    The result is empty if the runs scored different rows. The run of `theirs` has the name `base`
-    in the result.
+    The result is empty if the runs scored different rows. Errors of a metric that this version does
+    not define are left out. The run of `theirs` has the name `base` in the result.
     """
     candidate, base = _load_rows(store, mine.raw), _load_rows(store, theirs.raw)
     if _ROWS not in candidate or not np.array_equal(candidate[_ROWS], base.get(_ROWS, ())):

@@ -229,7 +229,10 @@ def _count_all_pairs(
 
 
 def _find_alike(predictions: Mapping[str, Prediction | OnnxOpsError]) -> frozenset[str]:
-    """Return the models whose outputs equal the candidate's on every row."""
+    """Return the models whose outputs equal the candidate's on every row.
+
+    Models without an output of floating point are left out.
+    """
     mine = predictions[CANDIDATE]
     return frozenset(
         name
@@ -258,7 +261,7 @@ def select_measurable(
 def add_default_metric(
     definitions: tuple[MetricDefinition, ...], dataset: Dataset
 ) -> tuple[tuple[MetricDefinition, ...], MetricDefinition | None]:
-    """Add rmse if labels are numbers and no metric measures an error of numbers.
+    """Add rmse if labels are numbers and no metric reads numbers.
 
     Only the answers of a model show whether it returns classes or numbers. Either accuracy or rmse
     is then reported.

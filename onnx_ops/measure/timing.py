@@ -46,6 +46,7 @@ A gate's limit that is undecided by then remains undecided.
 HEAT_S = 0.6
 """Target time of the runs of a round in seconds.
 
+Rounds of fast models are shorter, since they have at most `BLOCKS` blocks of `RUNS` runs.
 Blocks are shortened if the runs would take more than four times as long.
 """
 
@@ -180,7 +181,7 @@ def compare_latency(pair: PairedBenchmark) -> tuple[LatencyComparison, RawSample
 
 
 def plan_schedule(run_s: float) -> PairedBenchmarkSchedule:
-    """Plan rounds of about `HEAT_S`, with fewer blocks for slow models.
+    """Plan the rounds of a model, with fewer and shorter blocks if it is slow.
 
     Long runs vary less, so that fewer blocks suffice. The noise between sessions is averaged only
     over rounds.

@@ -243,7 +243,7 @@ def _choose_exponents(
     """Return the exponent of each channel's factor; 0 for all but outliers.
 
     After balancing, a channel's activations and its weights are about equally far above their
-    medians. The activations are not moved below their median.
+    medians. The activations are moved at most to about their median.
 
     Args:
         size: usual magnitude of the activations of each channel, shape (channels,).

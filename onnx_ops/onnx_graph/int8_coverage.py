@@ -1,9 +1,9 @@
 """Report which operators a target runs in int8.
 
 The report also has the reasons why other operators stay in float, and the settings that change
-this. A quantized file holds QuantizeLinear pairs around an operator. The runtime either fuses them
-into an int8 operator, or runs the operator in float with additional conversions. Only the graph
-that the runtime has rewritten shows which of these cases applies.
+this. A statically quantized file holds QuantizeLinear pairs around an operator. The runtime either
+fuses them into an int8 operator, or runs the operator in float with additional conversions. Only
+the graph that the runtime has rewritten shows which of these cases applies.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _AFFIXES = re.compile(r"^fused |(?:_token_\d+|_nchwc|_quant|_MatMul|/\w+Fusion)$
 """Affixes that quantizers and the runtime add to the name of a rewritten node."""
 
 FUSE = "target file: session: {graph_level: all}"
-"""The setting with which the runtime fuses QuantizeLinear pairs."""
+"""A setting with which the runtime fuses QuantizeLinear pairs."""
 _UNFUSED_LEVELS = ("disabled", "basic")
 
 _FLOAT, _UINT8, _INT8, _UINT16, _HALF = 1, 2, 3, 4, 10

@@ -53,7 +53,7 @@ _DECOMPRESSORS: Mapping[bytes, Callable[[bytes], bytes]] = {
     b"\xfd7zXZ": lzma.decompress,
     b"\x5d\x00": lzma.decompress,
 }
-"""Compression formats of joblib, by the first bytes of a file."""
+"""Decompressors for joblib's formats except LZ4, by the first bytes of a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ def collect_user_code(
     Imports are followed in the project and in packages under development (an editable installation,
     `PYTHONPATH`). The version of an installed package represents its code. onnx-ops and the
     standard library are left out: keys contain the revisions of stages and the version of Python.
-    `where` is the place of `depends`, which errors show.
+    joblib is also left out. `where` is the place of `depends`, which errors show.
 
     Raises:
         NotFoundError: a module or a file of `depends` does not exist.
@@ -203,9 +203,9 @@ def _collect_module(
 
 
 def _list_imports(path: Path, base: Path) -> Iterator[str]:
-    """Yield every dotted name that an import statement or call can refer to.
+    """Yield the dotted names to which import statements and import calls can refer.
 
-    Some names are not modules; the caller ignores them.
+    Calls with a computed name are left out. Some names are not modules; the caller ignores them.
     """
     package = list(path.relative_to(base).parts[:-1])
     try:

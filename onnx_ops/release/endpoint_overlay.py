@@ -58,11 +58,11 @@ class EndpointOverlay(EndpointProvider):
         self._inner.validate_options(options)
 
     def explain_unservable(self, target: Target) -> str:
-        """Return why no endpoint can serve the target; empty if an endpoint can."""
+        """Return why the wrapped provider cannot serve the target; empty if it can."""
         return self._inner.explain_unservable(target)
 
     def explain_uncounted(self, source: str, options: Mapping[str, Json]) -> str:
-        """Return why a metrics source counts no requests; empty if it counts them."""
+        """Return why a metrics source counts no requests, according to the provider."""
         return self._inner.explain_uncounted(source, options)
 
     def place(self, config: EndpointConfig) -> str:

@@ -410,8 +410,8 @@ def is_alias_spent(journal: Journal, version: str) -> bool:
     """Return whether a challenger alias on this version is no longer a request.
 
     It is not a request if the version already serves, or if this endpoint rolled the version back.
-    After a rollback, the alias will be deleted, unless another endpoint of the model and target
-    still needs it. If a user sets the alias again after its deletion, it is a request, which needs
+    After a rollback, the alias will be deleted, unless the model and target have several endpoints.
+    With one endpoint, an alias that a user sets again after its deletion is a request, which needs
     an override.
     """
     state, config = journal.state, journal.config

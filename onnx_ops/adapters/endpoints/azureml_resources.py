@@ -26,7 +26,7 @@ _UNITS_S = {"d": 86_400.0, "h": 3_600.0, "m": 60.0, "s": 1.0}
 class AzureResource:
     """A resource that Azure can be changing.
 
-    `document` is the answer to a GET request.
+    `document` is the resource as a GET request returns it.
     """
 
     document: Mapping[str, Any]

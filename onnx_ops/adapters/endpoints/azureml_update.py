@@ -60,10 +60,10 @@ class SentGeneration:
 
     @property
     def value(self) -> int | None:
-        """The last generation that this machine sent.
+        """The stored generation; None if no generation is stored.
 
-        The value is 0 if this machine has only created the endpoint, and None if it has sent
-        nothing.
+        The value is 0 after the creation of an endpoint. After the deletion of an endpoint, none is
+        stored.
         """
         try:
             text = self._path.read_text(encoding="utf-8").strip()
@@ -126,7 +126,7 @@ class AzureEndpoint:
     def _read_current(self) -> OnlineEndpoint | None:
         """Read the endpoint until the read shows what this machine sent.
 
-        Reading ends at the latest after the time for which reads can be stale.
+        Reads are repeated only within the time for which they can be stale.
         """
         policy, sent = self.client.policy, self._sent.value
         within_s, at_least = (0.0, policy.confirmations) if sent is None else (policy.lag_s, 2)
@@ -202,7 +202,8 @@ class AzureEndpoint:
         """Send the endpoint's tags and traffic in one request, and read them back.
 
         Raises:
-            ConflictError: a later generation was applied, or another state of this generation.
+            ConflictError: a later generation was applied, or another state of this generation; or
+                Azure stays busy.
             GoneError: the endpoint or one of the deployments does not exist.
             RefusedError: this project does not own the endpoint.
             InfrastructureError: Azure could not complete the change, or not in time.
@@ -357,7 +358,8 @@ class AzureEndpoint:
         """Wait until reads show a change that Azure accepted; return whether they do.
 
         Raises:
-            ConflictError: a later generation was applied meanwhile.
+            ConflictError: a later generation, or another state of this generation, was applied
+                meanwhile.
             InfrastructureError: Azure could not complete the change.
         """
         for _ in self.client.policy.attempts(self.client.policy.lag_s):

@@ -188,8 +188,9 @@ class FleetEndpoints(ReplicaEndpoints):
     def count_expected(self, config: EndpointConfig, replicas: Sequence[SeenReplica]) -> int:
         """Return how many instances must report: at most those that the cloud runs.
 
-        A changed number of instances is not applied during a rollout. A rollback must not wait for
-        instances that the cloud starts only after the rollback.
+        If the number of running instances is unknown, the option applies. A changed number of
+        instances is not applied during a rollout. A rollback must not wait for instances that the
+        cloud starts only after the rollback.
         """
         expected = super().count_expected(config, replicas)
         if sum(one.is_live for one in replicas) >= expected:
@@ -379,7 +380,7 @@ class TrafficModes(EndpointProvider):
         return self.native.address(config)
 
     def list_servers(self, config: EndpointConfig) -> Sequence[EndpointServer]:
-        """Return the instances that report; none with `traffic: native`."""
+        """Return the instances with their last status; none with `traffic: native`."""
         return self._select(config.options).list_servers(config)
 
     def list_memory(self, config: EndpointConfig) -> Sequence[ServerMemory]:

@@ -139,7 +139,7 @@ def build_layout(
     SageMaker models.
 
     Raises:
-        UserError: SageMaker does not support the endpoint's name or the state, or the trusted keys
+        UserError: SageMaker does not support the endpoint's name or the state. Or the trusted keys
             are too long, or are missing although the instances follow a table.
     """
     stem = build_name_stem(endpoint)

@@ -38,7 +38,11 @@ _OWN = frozenset(
 
 
 def is_safe_name(name: str) -> bool:
-    """Return whether a name is valid and in its folder on every operating system."""
+    """Return whether a name is a relative path that stays in its folder.
+
+    Its parts contain no character that Windows or POSIX reserves, and do not end in a space or a
+    dot. Device names of Windows, such as `nul`, are not recognized.
+    """
     parts = name.split("/")
     return bool(name) and not any(
         part in ("", ".", "..")
@@ -95,7 +99,7 @@ def validate_record(record: VariantRecord) -> None:
 def find_model_file(names: Iterable[str]) -> str:
     """Return the ONNX file among the model's files.
 
-    The other files contain external data of the model.
+    The other files contain external data of the model, or are libraries of custom operators.
 
     Raises:
         UserError: there is not exactly one ONNX file.
@@ -174,7 +178,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
 def _build_signature(path: Path) -> ModelSignature | None:
     """Return MLflow's signature of the model's inputs and outputs.
 
-    The result is None if MLflow cannot describe one of the inputs or outputs.
+    The result is None if MLflow cannot describe one of the inputs or outputs, or if the model has
+    none.
     """
     from mlflow.models import ModelSignature
 

@@ -59,7 +59,7 @@ _RECEIVER_HINTS = (
     ("certificate", "Use a certificate that MLflow's server trusts."),
     ("timed out", "Permit connections from MLflow's server to the receiver."),
 )
-"""Remedies for a receiver that MLflow's server cannot reach, by a part of its message.
+"""Remedies for a receiver that MLflow cannot reach, by a part of its message.
 
 Errors of this machine's connection to MLflow's server have the same texts.
 """
@@ -71,7 +71,7 @@ _STATUS_HINTS = {
     "minutes.",
     404: "Another program listens at the address, or the path does not end in /webhooks/mlflow.",
 }
-"""Remedies by the status with which the receiver answers; `{install}` is a command."""
+"""Remedies by the status of the receiver's answer; `{install}` is a command."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +218,10 @@ class MlflowWebhooks:
         return replace(report, tests=TEST_DELIVERIES, arrived=TEST_DELIVERIES)
 
     def _install_command(self, url: str) -> str:
-        """Return the command that installs this webhook, with its name if it is not the default."""
+        """Return the command that installs this webhook.
+
+        It contains the name of the webhook if this name is not the default.
+        """
         name = "" if self._name == DEFAULT_NAME else f" --name {shlex.quote(self._name)}"
         return f"onnx-ops webhooks install --url {shlex.quote(url)}{name}"
 
@@ -230,7 +233,7 @@ class MlflowWebhooks:
 
     @contextmanager
     def _session(self) -> Iterator[MlflowClient]:
-        """Provide a client; add known remedies for the server's administrator to errors."""
+        """Provide a client; set the known remedies of its errors."""
         try:
             with self._mlflow.session(f"webhook {self._name}") as client:
                 yield client

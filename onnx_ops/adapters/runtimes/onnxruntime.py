@@ -214,7 +214,7 @@ def _block(timed: Timed, runs: int) -> list[tuple[int, bool, int]]:
 
 
 def _probe() -> int:
-    """Time one probe in this thread in nanoseconds; it takes about two microseconds."""
+    """Time one probe in this thread in nanoseconds; it takes about a microsecond."""
     clock = time.perf_counter_ns
     begun = clock()
     for _ in range(_PROBE_LOOPS):

@@ -1,4 +1,4 @@
-"""`.ort` files, which ONNX Runtime's builds for phones load instead of ONNX files.
+"""`.ort` files, which minimal builds of ONNX Runtime load instead of ONNX files.
 
 ONNX Runtime's own converter writes the `.ort` files.
 """

@@ -34,8 +34,8 @@ _FORMS = (
 def open_signer(text: str) -> Signer:
     """Return the signer that the setting `signer` names.
 
-    No request is sent. The signer of a service requests the public key at its first use, and then
-    raises the errors of the service.
+    No request is sent. The signer of a service sends requests when it is used, and then raises the
+    errors of the service.
 
     Raises:
         UserError: the setting is malformed, or the environment variable does not contain an ECDSA

@@ -40,8 +40,8 @@ def execute(
 ) -> Manifest:
     """Measure the parity of the export with its source.
 
-    The stage also compares trees and finds inputs without effect. If the parity fails, it locates
-    the first node that differs. If the export cannot be run, the stored parity is a mismatch.
+    The stage also compares trees and finds inputs without effect. If the parity fails, it searches
+    for the first node that differs. If the export cannot be run, the stored parity is a mismatch.
     """
     export = inputs["export"]
     target = replace(REFERENCE_TARGET, custom_ops=read_reference_operators(stage))

@@ -228,7 +228,10 @@ def _describe_state(loaded: LoadedDeployment | None, failure: str, out_of_servic
 
 
 def _count_statuses(counts: Sequence[int], first: int) -> int:
-    """Return the number of responses with a status from `first` to `first` + 99."""
+    """Return the number of responses with a status from `first` to `first` + 99.
+
+    Only the statuses in `STATUSES` are included.
+    """
     return sum(counts[get_column(status)] for status in STATUSES if first <= status < first + 100)
 
 
