@@ -1,7 +1,7 @@
 """Release engineering for ONNX models.
 
 The public names can be imported from here. The commands are functions of `onnx_ops.api`.
-`record_step` marks the steps of a system for `onnx-ops judge --system`. The functions of
+`record_step` marks the steps of a system for its comparison with a model. The functions of
 `onnx_ops.onnx_graph.joining` build released files from graphs.
 """
 

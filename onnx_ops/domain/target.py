@@ -203,7 +203,7 @@ class CustomOps:
 class OrtFormat:
     """Conversion of the variant to an `.ort` file.
 
-    This is the format of ONNX Runtime's builds for phones.
+    Minimal builds of ONNX Runtime, such as on phones, read this format.
 
     `fixed` applies all graph optimizations; `runtime` leaves some to a provider that compiles its
     part of the graph.

@@ -119,14 +119,14 @@ def _read_entry(entry: Mapping[str, Any]) -> VersionTags:
 
 
 def _authorize() -> dict[str, str]:
-    """Return the header with the credentials from MLflow's environment variables."""
-    if token := os.environ.get("MLFLOW_TRACKING_TOKEN"):
-        return {"Authorization": f"Bearer {token}"}
-    name, password = (
-        os.environ.get(f"MLFLOW_TRACKING_{part}") for part in ("USERNAME", "PASSWORD")
+    """Return the header with the credentials from MLflow's environment variables.
+
+    As in MLflow, user name and password take precedence over a token.
+    """
+    name, password, token = (
+        os.environ.get(f"MLFLOW_TRACKING_{part}") for part in ("USERNAME", "PASSWORD", "TOKEN")
     )
     if name and password:
-        return {
-            "Authorization": f"Basic {base64.b64encode(f'{name}:{password}'.encode()).decode()}"
-        }
-    return {}
+        credentials = base64.b64encode(f"{name}:{password}".encode()).decode()
+        return {"Authorization": f"Basic {credentials}"}
+    return {"Authorization": f"Bearer {token}"} if token else {}
