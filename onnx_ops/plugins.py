@@ -284,7 +284,7 @@ def has_extra(package: str) -> bool:
 def distribution_of(package: str) -> str:
     """Return the distribution that provides a package, as `EXTRAS` names it.
 
-    A package that is not in `_BROUGHT_BY` has a distribution of the same name.
+    A package that is not in `_BROUGHT_BY` is assumed to have a distribution of the same name.
     """
     return _BROUGHT_BY.get(package, package)
 

@@ -178,7 +178,7 @@ def find_missing_credentials(access: AwsAccess, *, where: str = "") -> OnnxOpsEr
 
 @cache
 def _models(data_path: str | None) -> Any:
-    """Return the loader of the service descriptions, which all sessions share.
+    """Return the loader of the service descriptions; sessions share it by data path.
 
     Loading the descriptions takes a third of a second.
     """
@@ -250,7 +250,7 @@ def write_conditionally(send: Callable[[], T]) -> T | None:
 
 
 def describe_alarms(cloudwatch: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Return the alarms that exist in CloudWatch, by name."""
+    """Return those of the named alarms that exist in CloudWatch, by name."""
     answer = cloudwatch.describe_alarms(
         AlarmNames=list(names), AlarmTypes=["MetricAlarm", "CompositeAlarm"]
     )
@@ -272,7 +272,8 @@ def build_variant_name(deployment: str) -> str:
     """Return the variant name of a deployment.
 
     If SageMaker allows the deployment's name, this name is returned. Otherwise, the result consists
-    of the allowed characters of this name and a part of its digest.
+    of at most 40 characters of this name and a part of its digest. Hyphens replace the characters
+    that are not allowed.
     """
     if _NAME.fullmatch(deployment):
         return deployment

@@ -39,7 +39,7 @@ _STAGES = "onnx_ops.pipeline.stages"
 _PACKAGES = "_ONNX_OPS_FORK_SERVER_PACKAGES"
 """Environment variable of the server process with further packages to import."""
 _IMPORTS = "import onnx_ops.app.worker, onnx_ops.app.fork_server as f; f._import_packages()"
-"""Code with the imports of the server process, whose errors are not shown otherwise."""
+"""Code that shows the errors of the server process's imports."""
 
 
 class ForkedProcess:
@@ -263,8 +263,8 @@ def _adopt(path: list[str]) -> None:
     """Apply the environment, folder and import path of the requesting process.
 
     Values that are random in a new process are drawn again: the state of NumPy's global generator,
-    and memory addresses. Otherwise, two data sources without a seed would return the same values,
-    and all measurements of a run would have the same memory addresses, which affect the speed of a
+    and memory addresses. Otherwise, two data sources without a seed would return the same values.
+    All measurements of a run would have the same memory addresses, which affect the speed of a
     model (docs/adr/0028-scale.md).
     """
     if not (line := sys.stdin.readline()):

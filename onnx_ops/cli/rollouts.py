@@ -73,7 +73,7 @@ def rollout_status(
 ) -> None:
     """Show the steps of a rollout, its metrics and what it waits for.
 
-    Exit code with --watch: 1 if the candidate was rolled back.
+    Exit code with --watch: 1 if the watched rollout is rolled back.
 
     Example: onnx-ops rollout status digits-cnn --watch
     """
@@ -106,8 +106,8 @@ def rollout_resume(
 ) -> None:
     """Continue a rollout that an operator paused, at its current step.
 
-    The checks of the step then decide when the rollout advances. To skip the checks, use `onnx-ops
-    rollout advance`.
+    The checks of the step then decide when the rollout advances. Without checks, it waits for
+    approval. To skip the checks, or to approve, use `onnx-ops rollout advance`.
 
     Example: onnx-ops rollout resume digits-cnn
     """
@@ -363,8 +363,9 @@ def rollback(
 
     Does not need Prefect, and needs MLflow only if model files are lost. Repeating a finished
     rollback is no error. Exit code 4, within ten seconds, if the rollback could not be done yet.
-    Then a background process retries for 15 minutes. Every reconciliation retries too, until the
-    rollback is done or withdrawn with --withdraw. Meanwhile the version is rejected.
+    Without --wait, a background process then retries for 15 minutes, if this machine can change the
+    endpoint. Every reconciliation retries too, until the rollback is done or withdrawn with
+    --withdraw. Meanwhile the version is rejected.
 
     The aliases are moved in the background, or by the reconciler. If several endpoints serve the
     same model and target, a rollback of one of them leaves the aliases unchanged; --all moves them.

@@ -26,8 +26,8 @@ _WAIT_S = 1.0
 class RunProgress(Observer):
     """Display of a run: the running stages, the remaining time, and each ended stage.
 
-    For one of several runs, only the number of stages and the ended stages that are not cached are
-    shown, with the name of the pipeline.
+    For one of several runs, only the number of stages and the ended stages are shown, with the name
+    of the pipeline. Cached stages are then left out.
     """
 
     def __init__(self, console: Console, *, jobs: int = 1, is_one_of_several: bool = False) -> None:

@@ -315,7 +315,7 @@ def _refuse_search_keys(loc: Loc, entry: Quantize) -> Iterator[Issue]:
 
 
 def _refuse_recipe_keys(loc: Loc, entry: Quantize) -> Iterator[Issue]:
-    """Yield an issue for each key whose value a search chooses itself."""
+    """Yield an issue for each key that is not allowed in a search."""
     for key, value in (("exclude", entry.exclude), ("options", entry.options)):
         if value:
             message = f"method: auto chooses '{key}' itself; leave it out, or name a method"

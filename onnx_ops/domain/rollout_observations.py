@@ -383,9 +383,9 @@ class MetricsReading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservationInterval:
-    """Counts between two readings of one step.
+    """Counts between two readings, under one traffic split of a step.
 
-    The traffic split did not change between them. The interval took `seconds`.
+    `seconds` is the time between the readings; 0 if unknown.
     """
 
     step: int
@@ -436,7 +436,7 @@ class Observations:
 
     `started_at` is when its present step took effect. `thresholds` apply to the stable version,
     `slower` to the candidate. `cold_s` holds the seconds of the last loads of candidate and stable
-    version. `reading` is the last reading, without what other fields hold.
+    version. `reading` is the last reading, without the counts and epochs that other fields hold.
 
     For servers of onnx-ops, `counts` holds the latest counts of each origin and generation.
     `generations` holds the splits of this rollout with their units. The generation shows to which

@@ -173,7 +173,7 @@ class PlannedStep:
 class RolloutPolicy:
     """How traffic is moved to the challenger.
 
-    Without guardrails, slo, shadow or ab_test, each step waits for approval.
+    Without guardrails, slo, shadow or ab_test, each step before 100% waits for approval.
     """
 
     steps: Annotated[

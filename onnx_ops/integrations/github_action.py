@@ -307,7 +307,7 @@ def _append(environ: Mapping[str, str], variable: str, text: str) -> None:
 
 
 def _print_line(line: str) -> None:
-    """Print a line immediately, before any output of child processes."""
+    """Print a line immediately, so that later output of child processes follows it."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

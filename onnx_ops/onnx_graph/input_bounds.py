@@ -32,7 +32,10 @@ _SAME_VALUES = frozenset(
     }
     | {"ArrayFeatureExtractor", "Concat", "Gather", "StringNormalizer"}
 )
-"""Operators whose outputs hold values of their first input, or of all for Concat."""
+"""Operators whose outputs hold values of their first input, or of all for Concat.
+
+`Cast` can change the type of the values, and `StringNormalizer` their case.
+"""
 
 _SIZES: Mapping[str, tuple[int, ...]] = {
     "ConstantOfShape": (0,),
@@ -96,7 +99,8 @@ class InputBounds:
 def read_input_bounds(path: Path) -> dict[str, InputBounds]:
     """Derive the bounds of each input from the operators that read the input.
 
-    An input that is transformed before it is used as an index has no index bounds.
+    If other operators than `_SAME_VALUES` and `Where` change the values before they are used as
+    indices, the input has no index bounds.
     """
     model = share_structure(path)
     stored: dict[str, onnx.TensorProto] = {}

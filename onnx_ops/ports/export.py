@@ -125,7 +125,8 @@ class TrainingExporter(Exporter):
         Raises:
             UserError, NotFoundError, MissingPackageError: the function cannot be imported or
                 called, raises an error, or returns None.
-            StageError: the function raises OSError, or its process crashed.
+            StageError: the function raises OSError, or its process failed or exceeded its time
+                limit.
         """
 
 

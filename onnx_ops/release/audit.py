@@ -160,7 +160,7 @@ def load_decision_basis(
 
 
 def list_dependents(context: Context, key: Digest) -> tuple[Dependent, ...]:
-    """Return the versions that depend on a signing key, of all models.
+    """Return the versions that depend on a signing key, of models in the ledger.
 
     A version depends on the key if the key signed its decision or override for a target. In
     addition, an alias of this target (champion, challenger or previous) must point to the version.

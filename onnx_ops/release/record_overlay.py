@@ -210,7 +210,10 @@ class RegistryOverlay(Registry):
         return self._inner.page(model, version, name)
 
     def _read_tags(self, model: str, version: str) -> Mapping[str, str]:
-        """Return the tags of a version; empty if onnx-ops did not register the version."""
+        """Return the tags of a version.
+
+        If onnx-ops did not register the version, they are only those that the dry run has set.
+        """
         try:
             return self.version(model, version).tags
         except NotFoundError:

@@ -199,9 +199,9 @@ def _build_response(content: bytes, status: int = 200) -> RawResponse:
 
 
 class AuditTrail:
-    """File to which each requested change and its result are written durably.
+    """File in which each publication of a state and its result are recorded durably.
 
-    A change whose request cannot be recorded is not applied (ServiceUnavailableError). `actor` is
+    A publication that cannot be recorded is not applied (ServiceUnavailableError). `actor` is
     `token` for clients with the admin token. For clients of the Unix socket, it is `uid:N` with the
     user id of the server.
     """

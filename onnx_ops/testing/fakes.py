@@ -212,7 +212,10 @@ class FakeProvider(EndpointProvider):
         *,
         is_rollback: bool = False,
     ) -> EndpointState:
-        """Return the state; a rollback without a present state keeps idle deployments."""
+        """Return the state after a change, as the base class does.
+
+        Unlike there, a rollback without a present state keeps idle deployments.
+        """
         if is_rollback and current is None:
             return state
         return super().preview(config, state, current, is_rollback=is_rollback)

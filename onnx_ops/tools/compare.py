@@ -535,7 +535,7 @@ def _pool_assumed_noise(
 def _find_halved(expected: Tensors, answers: Tensors) -> list[ParityMeasurement]:
     """Return a mismatch for each output whose values are float16 numbers only in B.
 
-    The error of rounding to float16 is too small to exceed the tolerance for float32.
+    The error of rounding to float16 can be too small to exceed the tolerance for float32.
     """
 
     def halved(array: Any) -> bool:

@@ -37,7 +37,7 @@ def shared_inputs(a: Path, b: Path | None = None) -> tuple[TensorSpec, ...]:
 
 
 def find_fixed_sizes(a: Path, b: Path) -> dict[str, int]:
-    """Return the sizes that B fixes for dimensions that A leaves free, by `list_named_axes`."""
+    """Return the sizes that B fixes and A leaves free, by name of the dimension."""
     shapes = {spec.name: spec.shape for spec in read_model_info(a).inputs}
     others = {spec.name: spec.shape for spec in read_model_info(b).inputs}
     return {

@@ -107,7 +107,7 @@ class LocalServer:
         """Start the server and wait until it is ready.
 
         Raises:
-            RefusedError: other users can read the admin token.
+            RefusedError: other users have access to the admin token.
             ServiceUnavailableError: the server ended, or was not ready in time. The error shows the
                 last lines of the server's log.
         """

@@ -2,9 +2,9 @@
 
 With `traffic: table`, the endpoint has one variant, whose instances follow a table. With `traffic:
 native` and strategy `ab`, each deployment has a variant, and a rollback to one of the variants
-changes only weights. With strategy `guarded`, the endpoint has one variant. SageMaker replaces this
-variant while CloudWatch alarms guard the update. A rollback is then an update to the config of the
-previous version.
+changes only weights. With strategy `guarded`, the endpoint has one variant. SageMaker replaces the
+instances of this variant while CloudWatch alarms guard the update. A rollback is then an update to
+the config of the previous version, without alarms.
 """
 
 from __future__ import annotations
@@ -139,18 +139,18 @@ class SageMakerVariants(CloudEndpoints):
         return f"SageMaker's endpoint {config.endpoint} in {region}{profile}, with {stored}"
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
-        """Return an error if credentials are missing; send no request to AWS."""
+        """Return an error if profile, region or credentials are missing; send no request."""
         return find_missing_credentials(read_access(config.options), where=config.endpoint)
 
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         """Return the endpoint's state; during an update, the state before the update.
 
         The result is None without an endpoint of onnx-ops that can answer, or if a request to AWS
-        fails with an InfrastructureError. For an idle endpoint that matches its claim and is not
-        scaled, two requests are made: for its description, and for the claim. A claim is the object
-        in the bucket that records the endpoint's latest generation and its state. The config's
-        name contains a digest of the variants and options, without tags, so a matching name shows
-        that these are unchanged.
+        fails with an InfrastructureError. A claim is the object in the bucket that records the
+        endpoint's latest generation and its state. Two requests are sufficient for an idle endpoint
+        without autoscaling that matches its claim and has the instances of the options. They read
+        its description and the claim. The config's name contains a digest of the variants and
+        options, without tags, so a matching name shows that these are unchanged.
         """
         client = self._connect(config)
         try:
@@ -311,7 +311,8 @@ class SageMakerVariants(CloudEndpoints):
     def address(self, config: EndpointConfig) -> str | None:
         """Return the address; requests need a signature (SigV4, service `sagemaker`).
 
-        The result is None without an endpoint of onnx-ops, or if AWS does not answer.
+        The result is None without an endpoint of onnx-ops, while it is being deleted, or if AWS
+        does not answer.
         """
         client = self._connect(config)
         try:
@@ -328,7 +329,10 @@ class SageMakerVariants(CloudEndpoints):
         return f"{base}/endpoints/{config.endpoint}"
 
     def remove(self, config: EndpointConfig) -> None:
-        """Delete the endpoint, its configs, models, archives and claims."""
+        """Delete the endpoint, its configs, models, archives and claim.
+
+        An endpoint that onnx-ops did not create is not deleted.
+        """
         client = self._connect(config)
         build_name_stem(config.endpoint)
 

@@ -125,9 +125,9 @@ class EndpointUpdate:
         """Change the weights of the running variants, and wait until they are in effect.
 
         The result is False if a change of weights alone is not enough. This is the case if a
-        variant with traffic is missing, the endpoint has another config than `layout`, or onnx-ops
-        did not create the endpoint. It is also the case if the endpoint is neither in service nor
-        being changed.
+        variant with traffic is missing, or the endpoint has another config than `layout`. It is
+        also the case if onnx-ops did not create the endpoint, or if the endpoint is neither in
+        service nor being changed.
 
         Args:
             weights: weights by variant; those of other variants become 0.
@@ -162,7 +162,11 @@ class EndpointUpdate:
     def _try_weights(self, weights: Mapping[str, float]) -> bool:
         """Request weights of an endpoint that was not read; return whether it accepts.
 
-        The caller finds the cause of a refusal when it describes the endpoint.
+        If the result is False, the caller finds the cause when it describes the endpoint.
+
+        Raises:
+            RefusedError: AWS denied access.
+            ServiceUnavailableError: AWS does not answer.
         """
         try:
             return self._set_weights(weights)

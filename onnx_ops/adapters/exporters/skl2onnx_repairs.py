@@ -77,7 +77,8 @@ def _write_whole_numbers() -> Iterator[None]:
 def _ignore_flattening(parts: Sequence[object]) -> Iterator[None]:
     """Switch off `flatten_transform` of voting classifiers.
 
-    skl2onnx refuses the default of this option, although the option affects only `transform`.
+    For soft voting, skl2onnx refuses the default of this option, although the option affects only
+    `transform`.
     """
     voting: list[Any] = [part for part in parts if getattr(part, "flatten_transform", False)]
     for part in voting:
@@ -117,7 +118,7 @@ def _keep_imputed_types() -> Iterator[None]:
 def _interpolate_calibration() -> Iterator[None]:
     """Interpolate between the steps of an isotonic calibration.
 
-    skl2onnx returns the nearest step. For a batch, it returns the result of one row for all rows.
+    skl2onnx returns the value of the nearest step.
     """
     module: Any = importlib.import_module("skl2onnx.operator_converters.calibrated_classifier_cv")
     name = "_transform_isotonic"

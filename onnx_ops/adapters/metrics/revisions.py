@@ -32,8 +32,8 @@ _SCRAPED, _KNOWN = "scraped", "known"
 COPY_LABELS = ("job", "prometheus", "prometheus_replica", "receive_replica", "replica", "reporter")
 """Labels in which the copies of one series differ.
 
-The labels are those of a second job, of replicas of Prometheus, Thanos and Mimir, and of the two
-ends of a connection in Istio.
+The labels are those of a second job, of replicas of Prometheus and Thanos, and of the two ends of a
+connection in Istio.
 """
 
 Labels = dict[str, str]

@@ -1,7 +1,7 @@
 """Artifact locations of a project that was moved, renamed or copied.
 
 MLflow stores absolute locations in its database. Without their relocation, a moved project would
-read its evidence from the old location, and write the evidence of new runs to the old location.
+read and write evidence at the old location.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _LOCATIONS = (
 
 
 def relocate_artifacts(database: Path, root: Path) -> tuple[str, ...]:
-    """Change locations below former roots to the current root; return these roots.
+    """Move locations below former roots to the current root; return the former roots.
 
     A location of an experiment ends with the experiment's name. Its parent folder is a former root
-    if the current root has a folder with this name. A file that is not a database of MLflow is not
-    changed; MLflow raises an error when it opens this file.
+    if the current root has a folder with this name. A file that is not a database of MLflow, or
+    cannot be read, is not changed.
 
     Raises:
         ServiceUnavailableError: the database cannot be changed now.

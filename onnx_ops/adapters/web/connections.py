@@ -1,8 +1,8 @@
 """Limits of the connections of the HTTP servers in this package.
 
 Clients that connect and send nothing, or only a part of a request, must not block other requests.
-uvicorn's own `limit_concurrency` only refuses further connections. uvicorn 0.54 waits without a
-limit for the head of the first request on a connection.
+With `limit_concurrency`, uvicorn 0.54 only answers requests beyond the limit with status 503. It
+waits without a limit for the head of the first request on a connection.
 """
 
 from __future__ import annotations

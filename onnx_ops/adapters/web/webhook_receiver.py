@@ -109,7 +109,7 @@ def read_secret(path: Path, environ: Mapping[str, str]) -> str:
 
     Raises:
         NotFoundError: neither the variable nor the file exists.
-        RefusedError: other users can read the file.
+        RefusedError: other users have access to the file.
         UserError: the secret is too short.
     """
     secret, where = environ.get(VARIABLE), VARIABLE

@@ -76,7 +76,7 @@ class ServerStore:
     def list_copies(self, record: VersionRecord, target: str) -> Iterator[SignedDecision]:
         """Yield decisions for the target on other versions of the same content.
 
-        Only versions of the record's model are read.
+        Versions of other models are left out.
         """
         query, search = f"tags.`{DIGEST}` = '{record.manifest}'", _store().search_model_versions
         for stored in read_pages(lambda token: search(query, max_results=100, page_token=token)):

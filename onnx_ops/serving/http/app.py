@@ -271,7 +271,7 @@ class PublicApp(HttpApp):
         return _build_json({"ready": ready}, 200 if ready else 503)
 
     def get_model(self, model: str, number: str | None, head: RequestHead) -> RawResponse:
-        """Return the model's name, served versions, platform, execution and tensors."""
+        """Return the model's name, versions, platform, execution and tensors."""
         loaded = self.service.choose(model, number, head)
         signature = loaded.signature
         versions = {d.version for d in self._deployments.get_current().table.state.deployments}

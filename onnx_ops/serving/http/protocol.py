@@ -703,7 +703,7 @@ def _compress_response(response: RawResponse, coding: bytes) -> RawResponse:
 
 
 def _check_expectation(value: bytes) -> None:
-    """Raise RequestRejectedError if an Expect header is not exactly 100-continue."""
+    """Raise RequestRejectedError if an Expect header has a value except 100-continue."""
     if any(each.strip().lower() != b"100-continue" for each in value.split(b",")):
         raise RequestRejectedError(417, "the only supported expectation is 100-continue")
 

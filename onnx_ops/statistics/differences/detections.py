@@ -61,7 +61,7 @@ def _read_mappings(value: Sequence[Mapping[str, Any]]) -> Detections | None:
 
 
 def _are_corners(value: npt.NDArray[Any]) -> bool:
-    """Return whether four columns are box corners, not the scores of four classes."""
+    """Return whether four columns are assumed to be box corners, not class scores."""
     return len(value) > 1 and bool((value[:, 2:] > value[:, :2]).all())
 
 
@@ -175,7 +175,10 @@ def _compute_iou(a: Floats, b: Floats) -> float:
 
 
 def _explain_boxes(ours: Floats, theirs: Floats) -> str:
-    """Return the format, order or scale that makes boxes equal; empty if equal."""
+    """Return the format, order or scale that makes boxes equal; empty if equal.
+
+    Without one, the result states that the coordinates differ.
+    """
     size = float(np.abs(ours).max()) or 1.0
     if _is_close(ours, theirs, size):
         return ""

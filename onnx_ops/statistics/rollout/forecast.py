@@ -5,6 +5,7 @@
 have a fixed seed, so that equal inputs give equal forecasts.
 
 The forecast assumes a constant rate, users by Zipf's law, and requests that fail independently.
+Only the wait for a service level also considers an uneven rate and failures that come together.
 `benchmarks.forecast_truth` compares forecasts with rollouts that are simulated request by request.
 """
 

@@ -42,8 +42,8 @@ def analyze(
 ) -> AnalysisResult | None:
     """Judge the counts of the rollout in progress.
 
-    Return None if the policy has no analysis, if there is no candidate, or if the counts are
-    missing or are those of another candidate or step.
+    Return None if the policy has no analysis, or if there is no candidate. Also return None if the
+    counts are missing, or are those of another candidate or step.
     """
     if observations is None or roles.candidate is None or not policy.is_analyzed:
         return None
@@ -565,7 +565,7 @@ def _sum_copies(intervals: Sequence[ObservationInterval]) -> ShadowCounts:
 
 
 def describe_policy(policy: RolloutPolicy, capabilities: frozenset[str]) -> Iterator[str]:
-    """Yield the requirements of a valid policy, one line for each."""
+    """Yield lines on what the steps of a valid policy need, and on judging latency."""
     if policy.shadow:
         rate = policy.shadow.max_differing
         needed = max(policy.shadow.min_requests, ev.compute_clean_requests(rate))
