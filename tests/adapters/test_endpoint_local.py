@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from onnx_ops import codec
+from onnx_ops.adapters.endpoints import local_server
 from onnx_ops.adapters.endpoints.local import LocalEndpoints
 from onnx_ops.adapters.endpoints.local_server import LocalServer
 from onnx_ops.domain.endpoint import Deployment, EndpointConfig
@@ -33,7 +34,13 @@ from onnx_ops.errors import (
 )
 from onnx_ops.file_locks import acquire_lock
 from onnx_ops.protocol import server_process
-from onnx_ops.protocol.server_process import LOCK_FILE, SERVER_FILE, TOKEN_FILE, ServerRecord
+from onnx_ops.protocol.server_process import (
+    LOCK_FILE,
+    SERVER_FILE,
+    TOKEN_FILE,
+    ServerOptions,
+    ServerRecord,
+)
 from onnx_ops.serving.inference.integrity import COPIES_FOLDER
 from onnx_ops.testing.endpoints import EndpointProviderSuite, state_of
 from tests.adapters.endpoint_site import EndpointSite, make_config, make_models
@@ -116,6 +123,23 @@ def test_local_server_after_kill_restarts_with_last_table_and_port(site: Site) -
     assert site.provider.address(CONFIG) == address
     assert site.record().pid != first.pid
     assert site.scale() == 2.0
+
+
+def test_local_server_that_is_not_ready_in_time_leaves_no_worker(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.apply(1, blue=100)
+    site.provider.stop(CONFIG)
+
+    def wait_for_workers(server: LocalServer) -> None:
+        until(lambda: bool(site.workers()))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(local_server, "_START_S", 0.1)
+        patch.setattr(LocalServer, "record", wait_for_workers)
+        with pytest.raises(ServiceUnavailableError, match="the endpoint server was not ready"):
+            LocalServer(site.folder, sys.executable).start(free_port(), ServerOptions())
+    until(lambda: not site.workers())
 
 
 def test_list_memory_counts_workers_that_run_and_is_empty_without_server(site: Site) -> None:

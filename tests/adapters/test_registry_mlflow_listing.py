@@ -27,8 +27,10 @@ BASIC = f"Basic {base64.b64encode(b'me:secret').decode()}"
 def test_authorize_uses_same_credentials_as_mlflow(
     variables: dict[str, str], header: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mlflow.tracking._tracking_service.utils import get_default_host_creds
+    from mlflow.tracking._tracking_service import utils
     from mlflow.utils import rest_utils
+
+    find_credentials: Any = vars(utils)["get_default_host_creds"]
 
     for part in ("USERNAME", "PASSWORD", "TOKEN"):
         monkeypatch.delenv(f"MLFLOW_TRACKING_{part}", raising=False)
@@ -41,5 +43,5 @@ def test_authorize_uses_same_credentials_as_mlflow(
 
     monkeypatch.setattr("mlflow.utils.rest_utils._get_http_response_with_retries", record)
     request: Any = rest_utils.http_request
-    request(get_default_host_creds("http://127.0.0.1:1"), "/", "GET")
+    request(find_credentials("http://127.0.0.1:1"), "/", "GET")
     assert sent == [_authorize().get("Authorization")] == [header]

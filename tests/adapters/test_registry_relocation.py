@@ -117,13 +117,14 @@ def test_relocate_artifacts_of_invalid_or_missing_database_relocates_nothing(
     assert relocate_artifacts(path, tmp_path / "mlartifacts") == ()
 
 
+@pytest.mark.parametrize("lock", ["IMMEDIATE", "EXCLUSIVE"])
 def test_relocate_artifacts_of_locked_database_raises_error_until_unlocked(
-    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    root: Path, tmp_path: Path, lock: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new = root.rename(tmp_path / "moved")
     monkeypatch.setattr("onnx_ops.adapters.registries.mlflow_relocation.TIMEOUT_S", 0.1)
     with closing(sqlite3.connect(new / "mlflow.db", isolation_level=None)) as other:
-        other.execute("BEGIN IMMEDIATE")
+        other.execute(f"BEGIN {lock}")
         with pytest.raises(ServiceUnavailableError, match="the database cannot be changed"):
             open_registry(new)
         other.execute("ROLLBACK")

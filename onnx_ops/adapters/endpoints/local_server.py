@@ -144,7 +144,8 @@ class LocalServer:
             if process.poll() is not None:
                 how = describe_exit(process.returncode)
                 raise self._failure(f"the endpoint server ended with {how} before it was ready")
-        process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # The supervisor's workers are in its group.
         raise self._failure(f"the endpoint server was not ready within {_START_S:.0f} s")
 
     def kill_supervisor(self) -> None:

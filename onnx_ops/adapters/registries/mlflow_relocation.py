@@ -35,21 +35,34 @@ def relocate_artifacts(database: Path, root: Path) -> tuple[str, ...]:
 
     A location of an experiment ends with the experiment's name. Its parent folder is a former root
     if the current root has a folder with this name. A file that is not a database of MLflow, or
-    cannot be read, is not changed.
+    cannot be opened, is not changed.
 
     Raises:
-        ServiceUnavailableError: the database cannot be changed now.
+        ServiceUnavailableError: the database cannot be changed, or another process has locked it.
     """
     if not database.is_file():
         return ()
     with closing(sqlite3.connect(database, timeout=TIMEOUT_S, isolation_level=None)) as connection:
         try:
             former = _list_former_roots(connection, root)
-        except sqlite3.Error:
+        except sqlite3.Error as error:
+            if error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
+                raise _make_error(database, error) from error
             return ()
         if former:
             _change(connection, former, root, database)
     return former
+
+
+def _make_error(database: Path, error: sqlite3.Error) -> ServiceUnavailableError:
+    return ServiceUnavailableError(
+        "the database cannot be changed, so it can have the artifact locations from before the "
+        "project was moved",
+        where=str(database),
+        why=str(error),
+        remedy="Stop other processes that use the database, make the database and its folder "
+        "writable, and try again.",
+    )
 
 
 def _change(
@@ -66,14 +79,7 @@ def _change(
                 )
         connection.execute("COMMIT")
     except sqlite3.Error as error:
-        raise ServiceUnavailableError(
-            "the database cannot be changed, so it still has the artifact locations from before "
-            "the project was moved",
-            where=str(database),
-            why=str(error),
-            remedy="Stop other processes that use the database, make the database and its folder "
-            "writable, and try again.",
-        ) from error
+        raise _make_error(database, error) from error
     _log.info(
         "the artifact locations are now below %s; before, they were below %s",
         root,
