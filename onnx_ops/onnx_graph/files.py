@@ -335,9 +335,12 @@ def iterate_graphs(model: onnx.ModelProto) -> Iterator[onnx.GraphProto]:
     for training in model.training_info:
         yield from (training.initialization, training.algorithm)
     for attribute in _attributes(model):
-        if attribute.HasField("g"):
-            yield attribute.g
-        yield from attribute.graphs
+        yield from list_subgraphs(attribute)
+
+
+def list_subgraphs(attribute: onnx.AttributeProto) -> list[onnx.GraphProto]:
+    """Return the graphs that an attribute of a node contains."""
+    return [*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])]
 
 
 def map_readers(nodes: Iterable[onnx.NodeProto]) -> dict[str, list[onnx.NodeProto]]:
@@ -396,8 +399,7 @@ def _attributes(model: onnx.ModelProto) -> Iterator[onnx.AttributeProto]:
 
 
 def _inner(attribute: onnx.AttributeProto) -> list[onnx.NodeProto]:
-    subgraphs = [*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])]
-    return [node for graph in subgraphs for node in graph.node]
+    return [node for graph in list_subgraphs(attribute) for node in graph.node]
 
 
 _LARGEST = (1 << 63) - 1

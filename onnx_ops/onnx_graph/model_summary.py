@@ -23,6 +23,7 @@ from onnx_ops.onnx_graph.files import (
     get_element_type,
     iterate_nodes,
     iterate_tensors,
+    list_subgraphs,
     read_structure,
     resolve_external_files,
 )
@@ -342,7 +343,7 @@ def _read(node: onnx.NodeProto) -> Iterator[str]:
     """Yield the values that a node and its subgraphs read."""
     yield from node.input
     for attribute in node.attribute:
-        for graph in (*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])):
+        for graph in list_subgraphs(attribute):
             for inner in graph.node:
                 yield from _read(inner)
 

@@ -19,6 +19,7 @@ from onnx_ops.onnx_graph.files import (
     collect_constants,
     iterate_graphs,
     iterate_nodes,
+    list_subgraphs,
     read_model,
     share_structure,
     write_model,
@@ -273,7 +274,7 @@ def _cast(model: onnx.ModelProto, wanted: dict[str, int]) -> None:
         for value in graph.output
         if value.name in wanted
     ]
-    _rename_values(model, inner)
+    rename_values(graph, inner)
     for value in _ends(model):
         if value.name in wanted:
             value.type.tensor_type.elem_type = wanted[value.name]
@@ -287,18 +288,23 @@ def _cast(model: onnx.ModelProto, wanted: dict[str, int]) -> None:
         model.opset_import.add(version=_CAST_OPSET)
 
 
-def _rename_values(model: onnx.ModelProto, names: Mapping[str, str]) -> None:
-    """Rename values wherever nodes and subgraphs use them.
+def rename_values(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
+    """Rename values in the nodes of a graph and of its subgraphs.
 
-    Inputs and outputs of the model keep their names.
+    Inputs, outputs and initializers of the graph keep their names. Values that a subgraph defines
+    keep their names too.
     """
-    for graph in iterate_graphs(model):
-        for node in graph.node:
-            node.input[:] = [names.get(name, name) for name in node.input]
-            node.output[:] = [names.get(name, name) for name in node.output]
-        if graph is not model.graph:
-            for value in graph.output:
-                value.name = names.get(value.name, value.name)
+    for node in graph.node:
+        node.input[:] = [names.get(name, name) for name in node.input]
+        node.output[:] = [names.get(name, name) for name in node.output]
+        for attribute in node.attribute:
+            for inner in list_subgraphs(attribute):
+                defined = {value.name for value in (*inner.input, *inner.initializer)}
+                defined |= {name for each in inner.node for name in each.output}
+                captured = {name: new for name, new in names.items() if name not in defined}
+                for value in inner.output:
+                    value.name = captured.get(value.name, value.name)
+                rename_values(inner, captured)
 
 
 def trace_nodes(

@@ -520,6 +520,9 @@ class MetricsSource(Plugin):
         is counted against its thresholds. Counts only grow while their `origin` stays the same; a
         restart of the counters changes it. Unknown counts are None.
 
+        Args:
+            deployments: thresholds by deployment; of two deployments, the candidate comes first.
+
         Raises:
             RefusedError: access is denied.
             ServiceUnavailableError: the source does not answer; the reconciler then waits.

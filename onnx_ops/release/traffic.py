@@ -62,11 +62,10 @@ def measure_traffic(
     seen = state.observations
     # A rollout in progress reads the same counts. Reading with other latency limits would restart
     # its counts.
-    limits: dict[str, LatencyThresholds | None] = {
-        stable.name: None if seen is None else seen.thresholds
-    }
+    limits: dict[str, LatencyThresholds | None] = {}
     if candidate is not None:
         limits[candidate.name] = None if seen is None else seen.slower
+    limits[stable.name] = None if seen is None else seen.thresholds
     source = context.metrics(config)
     before, after = _read_window(lambda: source.read(config, limits), window_s, sleep)
     added = _subtract(before, after, endpoint)

@@ -19,7 +19,6 @@ import pytest
 
 from onnx_ops.adapters.data.file import read_arrays
 from onnx_ops.adapters.exporters.boosted import LightgbmExporter, XgboostExporter
-from onnx_ops.adapters.exporters.signature import rename_values
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.exporters.torch import HuggingfaceExporter, KerasExporter, TorchExporter
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
@@ -28,6 +27,7 @@ from onnx_ops.errors import UserError
 from onnx_ops.measure.input_use import find_unused_inputs
 from onnx_ops.measure.parity import REFERENCE_TARGET, find_worst, measure_parity
 from onnx_ops.measure.reference_outputs import collect_reference_outputs
+from onnx_ops.onnx_graph.rewrites import rename_values
 from onnx_ops.ports import Dataset, Exporter, ExportRequest, Tensors
 from onnx_ops.ports.data import frame_of
 from tests.adapters.model_runs import piped, reference, run, sk

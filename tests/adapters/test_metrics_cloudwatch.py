@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import json
 import time
-from email.utils import parsedate_to_datetime
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime, parsedate_to_datetime
+from unittest.mock import MagicMock
 
 import pytest
 
 from onnx_ops import plugins
+from onnx_ops.adapters.metrics import cloudwatch
 from onnx_ops.adapters.metrics.cloudwatch import CloudWatchMetrics
 from onnx_ops.domain.rollout_observations import diff_readings
 from onnx_ops.errors import ServiceUnavailableError, UserError
@@ -85,6 +88,31 @@ def test_cloudwatch_read_returns_percentiles_of_last_complete_minute(site: Site)
     later = source.read(config, {"blue": None})
     assert later.tallies == reading.tallies
     assert later.quantiles == {}
+
+
+def test_cloudwatch_read_a_day_after_change_starts_with_whole_hour(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CloudWatch rounds start times down to whole hours after 63 days."""
+    changed, aws = datetime(2026, 3, 1, 12, 7, 30, tzinfo=UTC), MagicMock()
+    paginate = aws.get_paginator.return_value.paginate
+    monkeypatch.setattr(cloudwatch, "make_clients", lambda *_, **__: lambda _: aws)
+    source, origins, queries = CloudWatchMetrics({}), [], []
+    for days in (0.5, 2, 70):
+        date = format_datetime(changed + timedelta(days=days), usegmt=True)
+        aws.describe_endpoint.return_value = {
+            "EndpointStatus": "InService",
+            "LastModifiedTime": changed,
+            "ResponseMetadata": {"HTTPHeaders": {"date": date}},
+        }
+        paginate.reset_mock()
+        origins.append(source.read(config_of("old"), BOTH).origin)
+        query = paginate.call_args_list[0].kwargs
+        (period_s,) = {q["MetricStat"]["Period"] for q in query["MetricDataQueries"]}
+        queries.append((query["StartTime"], period_s))
+    minute, hour = changed.replace(minute=8, second=0), changed.replace(hour=13, minute=0, second=0)
+    assert queries == [(minute, 60), (hour, 3600), (hour, 3600)]
+    assert origins[0] != origins[1] == origins[2]
 
 
 def test_cloudwatch_read_while_endpoint_is_deleted_raises_service_unavailable_error(

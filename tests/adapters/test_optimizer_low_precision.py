@@ -247,6 +247,64 @@ def test_read_quantized_weights_of_blocks_equals_runtime_weights(
     np.testing.assert_allclose(after, x, rtol=slack, atol=slack)
 
 
+ALGORITHMS = pytest.mark.parametrize(
+    "options",
+    [{"bits": 8}, {"bits": 4}, {"algorithm": "hqq"}, {"algorithm": "gptq"}],
+    ids=["rtn 8", "rtn 4", "hqq", "gptq"],
+)
+
+
+def write_three_products(request: OptimizeRequest) -> None:
+    """Write three products; the first has a name, and the second has float64 weights."""
+    text = """(float[batch, 8] x) => (float[batch, 8] y) {
+        [first] h = MatMul(x, one)
+        wide = Cast<to = 11>(h)
+        product = MatMul(wide, two)
+        narrow = Cast<to = 1>(product)
+        y = MatMul(narrow, three)
+    }"""
+    one, two, three = np.random.default_rng(0).standard_normal((3, 8, 8))
+    weights = {"one": one.astype(np.float32), "two": two, "three": three.astype(np.float32)}
+    write_graph(request.source, text, **weights)
+
+
+@ALGORITHMS
+def test_weight_only_quantizer_with_excluded_and_float64_products_leaves_them_unchanged(
+    perceptron: OptimizeRequest, options: dict[str, object]
+) -> None:
+    write_three_products(perceptron)
+    request = replace(with_options(perceptron, **options), calibration=rows(64))
+    WeightOnlyQuantizer().optimize(
+        replace(request, section=replace(request.section, exclude=("first",)))
+    )
+    assert [kind for kind in operators(request.path) if kind.startswith("MatMul")] == [
+        "MatMul",
+        "MatMul",
+        "MatMulNBits",
+    ]
+    before, after = (run(path, rows(64, seed=3))["y"] for path in (request.source, request.path))
+    assert 0 < np.abs(after - before).max() < 0.4 * np.abs(before).max()
+
+
+@ALGORITHMS
+def test_weight_only_quantizer_with_excluded_constant_raises_user_error(
+    perceptron: OptimizeRequest, options: dict[str, object]
+) -> None:
+    """The product that uses the weight is quantized."""
+    model = read_model(perceptron.source)
+    weight = next(t for t in model.graph.initializer if t.name == "second.weight")
+    constant = helper.make_node("Constant", [], [weight.name], name="stored", value=weight)
+    model.graph.node.insert(0, constant)
+    model.graph.initializer.remove(weight)
+    write_model(model, perceptron.source)
+    request = replace(with_options(perceptron, **options), calibration=rows(64))
+    with pytest.raises(UserError, match="excluding stored had no effect"):
+        WeightOnlyQuantizer().optimize(
+            replace(request, section=replace(request.section, exclude=("stored",)))
+        )
+    assert not request.path.exists()
+
+
 def test_weight_only_quantizer_of_convolution_raises_user_error(
     perceptron: OptimizeRequest,
 ) -> None:
@@ -346,6 +404,8 @@ WRONG: list[tuple[Optimizer, Mapping[str, object], str]] = [
     (WEIGHTS, {"algorithm": "awq"}, "'rtn', 'hqq', 'gptq'"),
     (WEIGHTS, {"algorithm": "gptq"}, "calibration rows"),
     (WEIGHTS, {"algorithm": "hqq", "bits": 8}, "bits: 4"),
+    (WEIGHTS, {"algorithm": "hqq", "symmetric": True}, "hqq ignores symmetric"),
+    (WEIGHTS, {"algorithm": "hqq", "accuracy": 4}, "hqq ignores accuracy"),
     (WEIGHTS, {"blocks": 32}, "did you mean 'block'"),
 ]
 

@@ -554,3 +554,17 @@ def test_check_compatibility_of_too_new_opset_raises_user_error_with_remedy(tmp_
         check_compatibility(path, replace(TARGET, max_opset=17), "benchmark/fp32@cpu")
     assert "leave out cpu" in caught.value.remedy
     check_compatibility(path, replace(TARGET, max_opset=18, max_ir_version=9), "benchmark/fp32@cpu")
+
+
+def test_check_compatibility_of_unsupported_block_raises_user_error_with_remedy(
+    tmp_path: Path,
+) -> None:
+    text = (
+        "(float[n, 512] x) => (float[n, 1] y) { y = com.microsoft.MatMulNBits<K = 512, N = 1, "
+        "bits = 4, block_size = 512>(x, w, s) }"
+    )
+    path = write_graph(tmp_path / "model.onnx", text, domains={"com.microsoft": 1})
+    with pytest.raises(UserError, match="blocks of 512") as caught:
+        check_compatibility(path, TARGET, "benchmark/w4@cpu")
+    assert "quantize with a block size" in caught.value.remedy
+    assert "leave out cpu" in caught.value.remedy

@@ -45,3 +45,29 @@ def test_describe_far_answers_returns_distance_only_if_answers_are_far(
     said = describe_far_answers(OnnxRuntime(), source, variant, rows)
     assert distance in said
     assert bool(said) == bool(distance)
+
+
+def test_describe_far_answers_without_output_of_source_returns_its_name(tmp_path: Path) -> None:
+    weights = _DRAW.normal(size=(8, 4)).astype(np.float32)
+    source = write(tmp_path / "a.onnx", _PLAIN, weights)
+    variant = write(tmp_path / "b.onnx", _PLAIN.replace("y", "other"), weights)
+    rows = {"x": _DRAW.normal(size=(40, 8)).astype(np.float32)}
+    message = describe_far_answers(OnnxRuntime(), source, variant, rows)
+    assert message == "the variant lacks output y of its source"
+
+
+@pytest.mark.parametrize("masks", [([1, 1], [1, 0]), ([0, 0], [0, 0])], ids=["other", "no"])
+def test_describe_far_answers_of_other_or_no_rows_returns_empty_text(
+    tmp_path: Path, masks: tuple[list[int], list[int]]
+) -> None:
+    """A detector's number of boxes depends on its inputs."""
+    source, variant = (
+        write(
+            tmp_path / f"{place}.onnx",
+            "(float[n, 8] x) => (float[k, 8] y) { y = Compress<axis = 0>(x, w) }",
+            np.array(mask, np.bool_),
+        )
+        for place, mask in enumerate(masks)
+    )
+    rows = {"x": _DRAW.normal(size=(40, 8)).astype(np.float32)}
+    assert describe_far_answers(OnnxRuntime(), source, variant, rows) == ""

@@ -49,6 +49,7 @@ from onnx_ops.onnx_graph.quantized_activations import find_bounded_values, find_
 from onnx_ops.onnx_graph.rewrites import (
     flatten_biases,
     read_boundary_types,
+    rename_values,
     renumber_names,
     restore_metadata,
     trace_nodes,
@@ -319,6 +320,23 @@ def test_renumber_names_numbers_and_orders_weights_by_first_use() -> None:
         1.0,
         2.0,
     ]
+
+
+def test_rename_values_in_branches_renames_captured_values_only() -> None:
+    """The last branch defines a value whose name is also that of an input of the graph."""
+    captured = "a () => (v) { v = Neg(x) }"
+    nested = f"b () => (w) {{ w = If<then_branch = {captured}, else_branch = {captured}>(c) }}"
+    defined = "d () => (z) { x = Relu(s) z = Neg(x) }"
+    text = f"(float x, float s, bool c) => (float y) {{ y = If<then_branch = {nested}"
+    model = parse_graph(f"{text}, else_branch = {defined}>(c) }}")
+    rename_values(model.graph, {"x": "value", "c": "condition", "y": "result"})
+    (outer,) = model.graph.node
+    assert [*outer.input, *outer.output] == ["condition", "result"]
+    then_branch, else_branch = (attribute.g for attribute in outer.attribute)
+    (inner,) = then_branch.node
+    assert list(inner.input) == ["condition"]
+    assert [list(a.g.node[0].input) for a in inner.attribute] == [["value"], ["value"]]
+    assert [list(node.input) for node in else_branch.node] == [["s"], ["x"]]
 
 
 def test_renumber_names_in_branches_keeps_names_distinct() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -44,6 +45,15 @@ def test_measure_traffic_returns_rate_errors_and_latencies_of_window(
     assert measured.errors == pytest.approx(0.05)
     assert measured.counted == 60
     assert sum(measured.latencies) == 1000
+
+
+def test_measure_traffic_of_rollout_reads_candidate_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = begun()
+    counted = scene.world.provider.counted
+    read = Mock(wraps=counted.read)
+    monkeypatch.setattr(counted, "read", read)
+    measure_traffic(scene.context, "digits", 20.0, sleep=make_sleep(scene, 60))
+    assert [list(call.args[1]) for call in read.call_args_list] == [["v2", "v1"]] * 2
 
 
 def test_measure_traffic_without_requests_raises_user_error() -> None:

@@ -80,6 +80,19 @@ def test_metric_gate_compares_each_limit_with_its_interval(
     assert "limit" in result.reason
 
 
+@pytest.mark.parametrize(
+    ("gate", "worst"),
+    [(MetricGate(name="mae", max=2.0), 1.5), (MetricGate(name="mae", min=1.0), 1.2)],
+    ids=["max", "min"],
+)
+def test_metric_gate_with_several_values_of_equal_verdict_returns_worst(
+    gate: MetricGate, worst: float
+) -> None:
+    entries = (entry("mae", other, candidate=interval(v)) for other, v in (("", 1.2), ("b", 1.5)))
+    (result,) = judged(gate, evidence(*entries))
+    assert (result.verdict, result.estimate) == (Verdict.PASS, worst)
+
+
 def test_metric_gate_at_limit_decides_by_interval_bound() -> None:
     touching = entry("f1 macro", difference=Interval(estimate=0.0, low=-0.05, high=0.05))
     assert (

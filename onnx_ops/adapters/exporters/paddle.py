@@ -16,11 +16,11 @@ from onnx_ops.adapters.exporters.signature import (
     convert_refusals,
     find_file_with_suffix,
     name_outputs,
-    rename_values,
     tidy_converted,
 )
 from onnx_ops.errors import UserError
 from onnx_ops.onnx_graph.files import read_model, write_model
+from onnx_ops.onnx_graph.rewrites import rename_values
 from onnx_ops.ports import Exporter
 from onnx_ops.ports.data import Tensors
 from onnx_ops.ports.export import ExportRequest

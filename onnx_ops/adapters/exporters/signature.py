@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.errors import NotFoundError, UserError, describe_error, quoted, suggest
+from onnx_ops.onnx_graph.rewrites import rename_values
 from onnx_ops.ports.data import Tensors
 
 Precision = Literal["float32", "float64"]
@@ -100,8 +101,7 @@ def tidy_converted(model: Any, names: Sequence[str], section: Export) -> None:
     """Set the names of axes and outputs, and the IR version, of a converted model.
 
     The names of axes and the IR version are those of the section. `names` are the new names of the
-    outputs, in order. Nodes of subgraphs keep the old names. The producer version and the types of
-    intermediate values are removed.
+    outputs, in order. The producer version and the types of intermediate values are removed.
     """
     renamed = {value.name: name for value, name in zip(model.graph.output, names, strict=True)}
     for value in (*model.graph.output, *model.graph.value_info, *model.graph.initializer):
@@ -111,13 +111,6 @@ def tidy_converted(model: Any, names: Sequence[str], section: Export) -> None:
     model.ir_version = section.ir_version
     model.producer_version = ""
     del model.graph.value_info[:]
-
-
-def rename_values(graph: Any, names: Mapping[str, str]) -> None:
-    """Rename values in the inputs and outputs of the graph's nodes, without subgraphs."""
-    for node in graph.node:
-        node.input[:] = [names.get(name, name) for name in node.input]
-        node.output[:] = [names.get(name, name) for name in node.output]
 
 
 @contextmanager

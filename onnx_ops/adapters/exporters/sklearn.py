@@ -14,7 +14,6 @@ from onnx_ops.adapters.exporters.signature import (
     check_section,
     convert_failures,
     find_file,
-    rename_values,
 )
 from onnx_ops.adapters.exporters.skl2onnx_repairs import repair_converters
 from onnx_ops.adapters.exporters.sklearn_signature import (
@@ -33,7 +32,7 @@ from onnx_ops.adapters.exporters.sklearn_wrappers import (
 )
 from onnx_ops.errors import UserError
 from onnx_ops.onnx_graph.files import write_model
-from onnx_ops.onnx_graph.rewrites import renumber_names
+from onnx_ops.onnx_graph.rewrites import rename_values, renumber_names
 from onnx_ops.ports import TreeExporter
 from onnx_ops.ports.data import Array, Tensors
 from onnx_ops.ports.export import ExportRequest

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from onnx_ops.adapters.exporters.input_binding import WHERE, check_order
-from onnx_ops.adapters.exporters.signature import Precision, rename_values
+from onnx_ops.adapters.exporters.signature import Precision
 from onnx_ops.errors import UserError
+from onnx_ops.onnx_graph.rewrites import rename_values
 from onnx_ops.ports.data import Tensors, frame_of
 from onnx_ops.ports.export import ExportRequest
 

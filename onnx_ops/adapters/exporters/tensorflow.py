@@ -20,12 +20,11 @@ from onnx_ops.adapters.exporters.signature import (
     find_file_with_suffix,
     get_free_axes,
     name_outputs,
-    rename_values,
     tidy_converted,
 )
 from onnx_ops.errors import NotFoundError, UserError
 from onnx_ops.onnx_graph.files import write_model
-from onnx_ops.onnx_graph.rewrites import renumber_names
+from onnx_ops.onnx_graph.rewrites import rename_values, renumber_names
 from onnx_ops.ports import Exporter
 from onnx_ops.ports.data import Tensors
 from onnx_ops.ports.export import ExportRequest

@@ -1,8 +1,8 @@
 """Metrics of a SageMaker endpoint's variants in CloudWatch.
 
 CloudWatch counts whole minutes and publishes them late. A reading starts with the first whole
-minute after the endpoint's last change, and ends with the last complete minute. The clock is that
-of AWS.
+minute after the endpoint's last change, and ends with the last complete minute. More than a day
+after the change, it starts with the first whole hour. The clock is that of AWS.
 """
 
 from __future__ import annotations
@@ -111,16 +111,19 @@ class CloudWatchMetrics(MetricsSource):
             ).astimezone(UTC)
             began = description["LastModifiedTime"].astimezone(UTC)
             until = _minute(now - self._delay)
-            origin = f"{config.endpoint} {began.isoformat()}"
             guarded = config.options.get("strategy") == "guarded"
             variants = {} if guarded else {name: build_variant_name(name) for name in deployments}
             begin = _minute(began) + timedelta(minutes=1)
+            period_s = _MINUTE
+            if (until - begin).total_seconds() > _DAY:
+                # Hourly sums limit the number of values in the response. CloudWatch rounds start
+                # times down, to 5 minutes after 15 days and to hours after 63 days. A whole hour
+                # stays as it is, so that no count from before the change is included.
+                begin, period_s = (begin + timedelta(minutes=59)).replace(minute=0), _HOUR
+            origin = f"{config.endpoint} {began.isoformat()} {begin.isoformat()}"
             if until <= begin or not variants:
                 empty = {name: RequestCounts() for name in variants}
                 return MetricsReading(origin=origin, at=until.timestamp(), tallies=empty)
-            # If the last change of the endpoint was more than a day ago, hourly sums limit the
-            # number of values in the response.
-            period_s = _MINUTE if (until - begin).total_seconds() <= _DAY else _HOUR
             queries = _queries(config.endpoint, variants, _COUNTS, period_s)
             counts = _read_values(connect("cloudwatch"), queries, begin, until)
             queries = _queries(config.endpoint, variants, _PERCENTILES, _MINUTE)

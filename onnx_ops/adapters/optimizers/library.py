@@ -7,7 +7,7 @@ import importlib
 import io
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -115,6 +115,17 @@ def check_interface(source: Path, derived: Path, tool: str, where: str) -> None:
                 why=f"the {side} changed from {list(map(str, old))} to {list(map(str, new))}",
                 remedy=_KEEP_SOURCE,
             )
+
+
+def build_exclusion_error(section: Quantize, names: Iterable[str]) -> UserError:
+    """Build the error for excluded nodes that are quantized or missing in the result."""
+    return UserError(
+        f"excluding {', '.join(names)} had no effect",
+        where=f"variant {section.name}",
+        why="these nodes are quantized or missing in the result",
+        remedy="Exclude the node that has the weights, or leave the excluded node out of "
+        "`exclude`.",
+    )
 
 
 def build_no_effect_error(

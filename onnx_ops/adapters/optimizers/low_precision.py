@@ -15,6 +15,7 @@ from onnx_ops.adapters.optimizers.library import (
     CALIBRATION_REMEDY,
     BatchReader,
     Names,
+    build_exclusion_error,
     build_no_effect_error,
     convert_failures,
     read_options,
@@ -25,6 +26,7 @@ from onnx_ops.errors import TooLargeError, UserError
 from onnx_ops.onnx_graph.files import (
     PROTOBUF_LIMIT,
     collect_constants,
+    iterate_graphs,
     iterate_nodes,
     read_model,
     write_model,
@@ -58,7 +60,7 @@ class WeightOnlyQuantizer(Optimizer):
     Options and their defaults: `bits` (8; 4 for hqq and gptq), `block` (32), `symmetric` (true),
     `algorithm` (rtn), and `accuracy` (unset; 4 also quantizes activations to 8 bits). rtn rounds
     the weights. hqq and gptq support 4 bits only and adjust the weights to preserve the model's
-    results; gptq needs calibration rows. hqq ignores `symmetric` and `accuracy`.
+    results; gptq needs calibration rows. hqq refuses `symmetric` and `accuracy`.
     """
 
     tools: tuple[str, ...] = ("onnxruntime", "onnx", "numpy")
@@ -75,6 +77,7 @@ class WeightOnlyQuantizer(Optimizer):
         del model.graph.value_info[:]
         lift_constants(model)
         split_gemms(model, set(request.section.exclude))
+        _name_nodes(model)
         with (
             suppress_output(),
             contextlib.redirect_stderr(io.StringIO()),
@@ -86,6 +89,9 @@ class WeightOnlyQuantizer(Optimizer):
             ),
         ):
             derived = _narrowed(model, request, options, algorithm)
+        names = {node.name for node in derived.graph.node}
+        if lost := [name for name in request.section.exclude if name not in names]:
+            raise build_exclusion_error(request.section, lost)
         if not any(node.op_type == _BLOCKED for node in iterate_nodes(derived)):
             raise build_no_effect_error(request.section, source, _PRODUCTS)
         restore_metadata(derived, source)
@@ -97,7 +103,8 @@ def _check_algorithm(algorithm: str, options: Mapping[str, Any], request: Optimi
     """Check that an algorithm can be used with the options.
 
     Raises:
-        UserError: the algorithm lacks calibration rows, or does not support the bits.
+        UserError: the algorithm lacks calibration rows, does not support the bits, or ignores an
+            option.
         MissingPackageError: the algorithm lacks a package.
     """
     where = f"variant {request.section.name}"
@@ -111,6 +118,12 @@ def _check_algorithm(algorithm: str, options: Mapping[str, Any], request: Optimi
             remedy="Set bits: 4, or algorithm: rtn.",
         )
     if algorithm == "hqq":
+        if ignored := [name for name in ("symmetric", "accuracy") if name in options]:
+            raise UserError(
+                f"hqq ignores {' and '.join(ignored)}",
+                where=where,
+                remedy="Leave these options out, or set algorithm: rtn.",
+            )
         require("torch", where=f"{where}, algorithm hqq")
 
 
@@ -122,9 +135,7 @@ def _list_notes(
     total = kinds[_BLOCKED] + sum(kinds[kind] for kind in _PRODUCTS)
     stored = f"{kinds[_BLOCKED]} of {total} matrix products"
     yield f"{algorithm} stored the weights of {stored} in blocks"
-    if left := [
-        node.name or node.output[0] for node in iterate_nodes(derived) if node.op_type in _PRODUCTS
-    ]:
+    if left := [node.name for node in iterate_nodes(derived) if node.op_type in _PRODUCTS]:
         yield (
             "some products stay in float, for example because they are excluded, have float64 "
             "weights, or have no constant matrix: "
@@ -144,19 +155,32 @@ def _list_notes(
 def _narrowed(
     model: Any, request: OptimizeRequest, options: Mapping[str, Any], algorithm: str
 ) -> Any:
-    library = importlib.import_module("onnxruntime.quantization.matmul_nbits_quantizer")
     bits, block = (
         int(options.get("bits", 8 if algorithm == "rtn" else 4)),
         int(options.get("block", 32)),
     )
     symmetric = bool(options.get("symmetric", True))
-    if algorithm == "hqq":
-        config = library.HQQWeightOnlyQuantConfig(block_size=block, bits=bits)
-    elif algorithm == "gptq":
+    excluded = {*request.section.exclude, *_find_float64_products(model)}
+    if algorithm == "gptq":
         reader = BatchReader(
             request.calibration or {}, read_model_info(request.source), request.values
         )
-        config = library.GPTQWeightOnlyQuantConfig(calibration_data_reader=reader, block_size=block)
+        # MatMulNBitsQuantizer of ONNX Runtime 1.31 ignores exclusions for gptq, so the function
+        # that it calls is called directly.
+        gptq = importlib.import_module("onnxruntime.quantization.neural_compressor").gptq_quantize
+        return gptq(
+            model,
+            ((batch, None) for batch in reader),
+            weight_config=dict.fromkeys(excluded, "fp32"),
+            group_size=block,
+            blocksize=block,
+            scheme="sym" if symmetric else "asym",
+            n_samples=-1,
+            accuracy_level=options.get("accuracy") or 0,
+        ).model
+    library = importlib.import_module("onnxruntime.quantization.matmul_nbits_quantizer")
+    if algorithm == "hqq":
+        config = library.HQQWeightOnlyQuantConfig(block_size=block, bits=bits)
     else:
         config = library.DefaultWeightOnlyQuantConfig(
             block_size=block,
@@ -164,26 +188,26 @@ def _narrowed(
             accuracy_level=options.get("accuracy"),
             bits=bits,
         )
-    # MatMulNBits has no kernel for float64 weights.
-    products = (node for node in model.graph.node if node.op_type == "MatMul")
-    doubles = {
-        name for name, tensor in collect_constants(model).items() if tensor.data_type == _DOUBLE
-    }
-    excluded = [node for node in products if node.input[1] in doubles]
-    for number, node in enumerate(excluded):
-        node.name = node.name or f"float64-product-{number}"
     quantizer = library.MatMulNBitsQuantizer(
-        model,
-        bits,
-        block,
-        symmetric,
-        options.get("accuracy"),
-        nodes_to_exclude=[*request.section.exclude, *(node.name for node in excluded)],
-        algo_config=config,
+        model, bits, block, nodes_to_exclude=excluded, algo_config=config
     )
     quantizer.process()
-    narrowed = quantizer.model
-    return getattr(narrowed, "model", narrowed)
+    return quantizer.model.model
+
+
+def _name_nodes(model: Any) -> None:
+    """Name each node without a name; gptq identifies nodes by name."""
+    for node in iterate_nodes(model):
+        node.name = node.name or f"{node.op_type} {' '.join(node.output)}"
+
+
+def _find_float64_products(model: Any) -> Iterator[str]:
+    """Yield the names of products with float64 weights, for which MatMulNBits has no kernel."""
+    weights = [tensor for graph in iterate_graphs(model) for tensor in graph.initializer]
+    doubles = {tensor.name for tensor in weights if tensor.data_type == _DOUBLE}
+    for node in iterate_nodes(model):
+        if node.op_type == "MatMul" and node.input[1] in doubles:
+            yield node.name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

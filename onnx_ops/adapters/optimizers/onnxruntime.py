@@ -15,6 +15,7 @@ from onnx_ops.adapters.optimizers.library import (
     CALIBRATION_REMEDY,
     BatchReader,
     Names,
+    build_exclusion_error,
     build_no_effect_error,
     convert_failures,
     read_options,
@@ -314,13 +315,7 @@ def _quantize(
     section, excluded = request.section, {name for names in job.excluded.values() for name in names}
     if ignored := find_quantized_nodes(sorted(excluded), derived, _REWRITTEN_GEMM):
         names = sorted(name for name, heirs in job.excluded.items() if set(heirs) & set(ignored))
-        raise UserError(
-            f"excluding {', '.join(names)} had no effect",
-            where=f"variant {section.name}",
-            why="these nodes are quantized or missing in the result",
-            remedy="Exclude the node that has the weights, or leave the excluded node out of "
-            "`exclude`.",
-        )
+        raise build_exclusion_error(section, names)
     given = read_structure(request.source)
     # If the source is already quantized, names of some weights in the source also end in
     # `_quantized`.

@@ -29,9 +29,10 @@ _AGREEMENT = 0.8
 
 
 def describe_far_answers(runtime: Runtime, source: Path, variant: Path, rows: Tensors) -> str:
-    """Return which output of the variant is far from the source's, and how far.
+    """Return which output of the variant is missing or far from the source's, and how far.
 
-    Only float outputs with two or more axes are compared. The text is empty if no output is far.
+    Only float outputs with two or more axes are compared, in batches that give the same shape. The
+    text is empty if no output is missing or far.
 
     Raises:
         MeasurementError: one of the two models does not run on the rows.
@@ -43,12 +44,15 @@ def describe_far_answers(runtime: Runtime, source: Path, variant: Path, rows: Te
         name for name, array in expected[0].items() if array.dtype.kind == "f" and array.ndim > 1
     ]
     for name in scores:
+        if name not in given[0]:
+            return f"the variant lacks output {name} of its source"
+        shape = expected[0][name].shape[1:]
         pairs = [
             (one[name], other[name])
             for one, other in zip(expected, given, strict=True)
-            if name in other
+            if one[name].size and (len(one[name]), *shape) == one[name].shape == other[name].shape
         ]
-        if distance := _describe_distance(pairs):
+        if pairs and (distance := _describe_distance(pairs)):
             count = sum(len(one) for one, _ in pairs)
             return (
                 f"output {name} is far from the source's: {distance} on {count} rows; "

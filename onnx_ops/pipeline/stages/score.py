@@ -102,13 +102,14 @@ def read_shards(
 def check_compatibility(model: Path, target: Target, where: str) -> None:
     """Raise UserError if the target does not support the file.
 
-    The reason is its opset, its IR version or its operators. The error of the runtime itself is
-    unclear or missing.
+    The reason is its opset, its IR version, its operators or their blocks of weights. The error of
+    the runtime itself is unclear or missing.
     """
     if reason := explain_incompatibility(model, target):
         remedy = (
             "Export with an opset and an IR version that all targets accept, add custom_ops to the "
-            f"target, or leave out {target.name}."
+            "target, quantize with a block size that the target runs, or leave out "
+            f"{target.name}."
         )
         raise UserError(reason, where=where, remedy=remedy)
 

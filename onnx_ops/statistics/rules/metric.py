@@ -190,7 +190,8 @@ def judge_independence(gates: Sequence[Gate], evidence: Evidence) -> Iterator[Ga
 def _judge_value(name: str, limit: MetricLimit, entries: Sequence[Entry]) -> GateResult:
     """Judge the candidate's value.
 
-    Several entries can contain the value; if their verdicts differ, the worst result is returned.
+    Several entries can contain the value. The result with the worst verdict is returned; of equal
+    verdicts, that with the worst value.
     """
     if not entries:
         return make_unmeasured("metric", name, limit.text)
@@ -200,9 +201,15 @@ def _judge_value(name: str, limit: MetricLimit, entries: Sequence[Entry]) -> Gat
         if isinstance(e, PairedCounts) or e.candidate is not None or not e.against
     ]
     judged = [judge_entry(name, limit, entry) for entry in valued or entries]
-    return max(
-        judged, key=lambda result: (result.verdict.rank, -(result.estimate or 0.0), -result.n)
-    )
+    return max(judged, key=lambda result: _rank_result(limit, result))
+
+
+def _rank_result(limit: MetricLimit, result: GateResult) -> tuple[int, float, int]:
+    """Return a sort key that puts the worst result last."""
+    if result.estimate is None:
+        return result.verdict.rank, math.inf, -result.n
+    badness = result.estimate if limit.from_above else -result.estimate
+    return result.verdict.rank, badness, -result.n
 
 
 def _judge_changes(
