@@ -259,31 +259,25 @@ def list_siblings(module: str, root: Path) -> list[str]:
 
 
 def _names(body: Iterable[ast.stmt]) -> Iterator[str]:
-    """Yield the names that a module binds at its top level.
+    """Yield the names that a module binds at its top level, except those of match patterns.
 
-    Names inside `if`, `try` and `with` are included, but not names inside loops or tuples.
+    Names in the blocks of compound statements are included.
     """
-    for statement in body:
-        match statement:
+    pending: list[ast.AST] = list(body)
+    while pending:
+        node = pending.pop()
+        match node:
             case (
                 ast.FunctionDef(name=name)
                 | ast.AsyncFunctionDef(name=name)
                 | ast.ClassDef(name=name)
             ):
                 yield name
-            case ast.Import(names=names) | ast.ImportFrom(names=names):
-                yield from (alias.asname or alias.name.partition(".")[0] for alias in names)
-            case ast.Assign(targets=targets):
-                yield from (target.id for target in targets if isinstance(target, ast.Name))
-            case ast.AnnAssign(target=ast.Name(id=name)):
+            case ast.alias(name=name, asname=other):
+                yield other or name.partition(".")[0]
+            case ast.Name(id=name, ctx=ast.Store()):
                 yield name
-            case ast.If(body=inner, orelse=other):
-                yield from _names([*inner, *other])
-            case ast.Try(body=inner, orelse=other, handlers=handlers):
-                yield from _names(
-                    [*inner, *other, *(line for handler in handlers for line in handler.body)]
-                )
-            case ast.With(body=inner):
-                yield from _names(inner)
+            case ast.Lambda() | ast.comprehension():
+                pass  # They bind only local names.
             case _:
-                pass
+                pending += ast.iter_child_nodes(node)

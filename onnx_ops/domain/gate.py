@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar, cast
 
 from annotated_types import Ge, Gt, Le, Lt, doc
 
+from onnx_ops.domain.artifact import digest_json, short_digest
 from onnx_ops.domain.quantities import (
     OMIT_DEFAULT,
     Amount,
@@ -105,11 +106,15 @@ class MetricDefinition:
 
     @property
     def label(self) -> str:
-        """Name of the metric with its options, as evidence and tables show it."""
+        """Name of the metric with its options, as evidence and tables show it.
+
+        Metrics with different options have different labels. `sigmas` is shown as a digest.
+        """
         display = "" if self.metric is None else self.metric.display
         parts = [display.format(**self.options) or self.name or self.use, self.average or ""]
         parts += [
-            f"{key}:{'own' if key == 'sigmas' else value}"
+            # The values of 68 keypoints would exceed MLflow's 250 characters of a metric's name.
+            f"{key}:{short_digest(digest_json(value)) if key == 'sigmas' else value}"
             for key, value in self._list_own_keys().items()
         ]
         parts.append("of logits" if self.logits else "")

@@ -8,6 +8,7 @@ constant is therefore detected despite the rounding.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_ops.errors import MeasurementError
-from onnx_ops.onnx_graph.files import collect_constants, iterate_graphs, read_model, write_model
+from onnx_ops.onnx_graph.files import (
+    collect_constants,
+    iterate_graphs,
+    iterate_tensors,
+    read_model,
+    write_model,
+)
+from onnx_ops.onnx_graph.int8_coverage import INT8_OPERATORS
 from onnx_ops.onnx_graph.quantized_activations import (
     WRITTEN_SUFFIX,
     expand_integer_operators,
@@ -47,6 +55,19 @@ _UNREAD = frozenset(
     }
 )
 """Operators whose rounding cannot be removed by this module."""
+
+_ROUNDING = frozenset(
+    {
+        *_UNREAD,
+        *INT8_OPERATORS,
+        "DequantizeLinear",
+        "DynamicQuantizeLinear",
+        "GatherBlockQuantized",
+        "MatMulNBits",
+        "QuantizeLinear",
+    }
+)
+"""Operators whose rounding cannot be removed in subgraphs, besides those named `QLinear…`."""
 
 
 def write_with_weights(source: Path, weights: Iterable[QuantizedWeight], path: Path) -> None:
@@ -87,21 +108,21 @@ def write_with_fp16_weights(source: Path, path: Path, names: Collection[str] = (
 def write_dequantized(source: Path, derived: Path, path: Path) -> None:
     """Write a quantized model in float32, with the dequantized values of its weights.
 
-    Nodes of subgraphs are not rewritten. Errors are those of `read_model`, and the following.
+    Errors are those of `read_model`, and the following.
 
     Args:
         source: the float original, with the ReLU and Clip that ranges of the quantized model
             replace.
 
     Raises:
-        MeasurementError: the rounding of an operator cannot be removed, or an integer operator
-            cannot be read (see `expand_integer_operators`) or has channels last.
+        MeasurementError: the rounding of an operator cannot be removed, a subgraph contains
+            rounding, or an integer operator cannot be read (see `expand_integer_operators`) or has
+            channels last.
     """
     model = read_model(derived)
     refuse_channels_last(model, derived.name)
     model = expand_integer_operators(model, derived.name)
-    if hidden := sorted(node.op_type for node in model.graph.node if node.op_type in _UNREAD):
-        raise MeasurementError(f"the rounding of {hidden[0]} cannot be removed", where=derived.name)
+    _refuse_unread_operators(model, derived.name)
     reader = StoredWeightReader(model)
     tensors = reader.tensors
     rewriting = _Dequantization(
@@ -119,9 +140,21 @@ def write_dequantized(source: Path, derived: Path, path: Path) -> None:
         name for node in rewritten for name in node.output
     }
     model.graph.initializer.extend(tensor for name, tensor in tensors.items() if name not in known)
-    del model.graph.value_info[:]
     _widen(model)
     write_model(model, path)
+
+
+def _refuse_unread_operators(model: onnx.ModelProto, where: str) -> None:
+    """Raise MeasurementError if the rounding of an operator cannot be removed."""
+    unread = [node.op_type for node in model.graph.node if node.op_type in _UNREAD]
+    unread += [
+        f"{node.op_type} in a subgraph"
+        for graph in itertools.islice(iterate_graphs(model), 1, None)
+        for node in graph.node
+        if node.op_type in _ROUNDING or node.op_type.startswith("QLinear")
+    ]
+    if unread:
+        raise MeasurementError(f"the rounding of {min(unread)} cannot be removed", where=where)
 
 
 def _find_folded(
@@ -372,15 +405,16 @@ def _float_product(node: onnx.NodeProto, work: _Dequantization) -> onnx.NodeProt
 def _widen(model: onnx.ModelProto) -> None:
     """Convert float16 and bfloat16 constants, inputs, outputs and casts to float32.
 
-    Subgraphs are included, except their constants.
+    Subgraphs are included. The recorded types of intermediate values are removed.
     """
     from onnx import numpy_helper
 
-    for tensor in collect_constants(model).values():
+    for tensor in iterate_tensors(model):
         if tensor.data_type in _NARROW:
             values = numpy_helper.to_array(tensor).astype(np.float32)
             tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
     for graph in iterate_graphs(model):
+        del graph.value_info[:]
         for value in (*graph.input, *graph.output):
             if value.type.tensor_type.elem_type in _NARROW:
                 value.type.tensor_type.elem_type = _FLOAT
@@ -389,10 +423,3 @@ def _widen(model: onnx.ModelProto) -> None:
             for attribute in node.attribute:
                 if attribute.name in types and attribute.i in _NARROW:
                     attribute.i = _FLOAT
-                if (
-                    node.op_type == "ConstantOfShape"
-                    and attribute.name == "value"
-                    and attribute.t.data_type in _NARROW
-                ):
-                    wide = numpy_helper.to_array(attribute.t).astype(np.float32)
-                    attribute.t.CopyFrom(numpy_helper.from_array(wide, attribute.t.name))

@@ -5,7 +5,7 @@ weights with `vpmaddubsw`. This instruction adds neighbouring products in pairs 
 sum at 16 bits (Intel 64 Software Developer's Manual, PMADDUBSW). Answers can then be wrong without
 any error message. Two weights of the same sign are safe if they add up to at most 128, since
 255 * 128 < 2**15: weights of 7 bits are always safe. Products of other types and of depthwise
-convolutions are added in 32 bits.
+convolutions are added in 32 bits; `_WEIGHT_INPUTS` describes ConvInteger.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ _WEIGHT_INPUTS: Mapping[str, tuple[int, int]] = {
 }
 """Indices of the weight and of the activations' zero point, by integer operator.
 
--1 stands for activations that are always uint8.
+-1 stands for activations that are always uint8. ConvInteger is missing, since its products of int8
+weights and uint8 activations are exact. ONNX Runtime multiplies its weights by the activations, so
+the first factor is int8. Its products of uint8 weights and int8 activations saturate, but
+DynamicQuantizeLinear returns uint8 activations only.
 """
 
 _PAIRED = frozenset({"Conv", "Gemm", "MatMul"})
@@ -97,7 +100,9 @@ def _find_stored(name: str, makers: Mapping[str, onnx.NodeProto]) -> str:
 
 
 def _is_depthwise(node: onnx.NodeProto, weight: onnx.TensorProto) -> bool:
-    return node.op_type in ("Conv", "QLinearConv") and len(weight.dims) > 1 and weight.dims[1] == 1
+    """Return whether each group of a convolution has one input and one output channel."""
+    groups = next((a.i for a in node.attribute if a.name == "group"), 1)
+    return node.op_type in ("Conv", "QLinearConv") and [*weight.dims[:2]] == [groups, 1]
 
 
 def _can_overflow(weight: onnx.TensorProto) -> bool:

@@ -32,7 +32,7 @@ REVISIONS: Mapping[StageKind, int] = {
     StageKind.SEARCH: 8,
     StageKind.CALIBRATE: 3,
     StageKind.QUANTIZE: 10,
-    StageKind.BENCHMARK: 17,
+    StageKind.BENCHMARK: 18,
     StageKind.GATE: 11,
     StageKind.SCORE: 2,
     StageKind.REGISTER: 6,

@@ -60,7 +60,7 @@ def pareto_figure(
         keys.append((series, label))
     return Figure(
         title=f"Size, latency and {metric} on {target}",
-        svg=chart.render(f"Size against latency on {target}"),
+        svg=chart.render(f"Latency against size on {target}"),
         caption="Lower and further left is better. Bars and brackets show 90 % intervals. "
         "Full dots mark variants that passed every gate; open dots mark the others. "
         f"The ring marks the chosen variant. The text beside a variant shows its {metric}.",

@@ -306,9 +306,17 @@ def search_variant(
     The trials are recorded in `PATH.search.json`. The same search resumes after an interruption.
     `section.variants` holds the requested role. The metric is measured on the rows of
     `tuning_data`. `data` holds a digest of the rows for each use. If no model meets the budget, the
-    measured model with the smallest loss is written as `STEM.closest.onnx` beside `path`.
+    measured model with the smallest loss is written as `STEM.closest.onnx` beside `path`. Such a
+    file of an earlier search is removed.
     """
     check_paths(source, path)
+    closest_path = path.with_name(f"{path.stem}.closest{path.suffix}")
+    if closest_path.exists() and closest_path.samefile(source):
+        raise UserError(
+            "the search would replace its source",
+            where=str(closest_path),
+            remedy="Name another output file.",
+        )
     key = digest_json(
         {
             "section": codec.to_json(section),
@@ -345,8 +353,8 @@ def search_variant(
         result = search(search_context, context.journal(key), report)
         record_path = path.with_name(f"{path.name}.{SEARCH_FILE}")
         record_path.write_bytes(codec.dumps(result.record))
+        kept = _replace_closest(result, closest_path)
         if not result.models:
-            kept = _keep_closest(result, path)
             remedy = _suggest_options(result)
             raise UserError(
                 "the search found no model for the role within the budget",
@@ -380,16 +388,16 @@ def _suggest_options(result: SearchResult) -> str:
     return "Raise a limit with `--budget NAME=…`, or keep the float model"
 
 
-def _keep_closest(result: SearchResult, path: Path) -> str:
-    """Write the model with the smallest loss, and return a text with its path.
+def _replace_closest(result: SearchResult, path: Path) -> str:
+    """Replace the file of an earlier search's closest model, and return a text with its name.
 
-    The path is beside the requested path, where only a model within the budget is written. The text
-    is empty if the search measured no model.
+    If this search has no closest model, the file is only removed, and the text is empty.
     """
+    for earlier in (path, _weights_path(path)):
+        earlier.unlink(missing_ok=True)
     if result.closest is None:
         return ""
     made, trial = result.closest
-    place = path.with_name(f"{path.stem}.closest{path.suffix}")
-    _copy_with_weights(made, place)
+    _copy_with_weights(made, path)
     description = describe_trial(trial, result.record.metric)
-    return f", and {place.name} has the smallest loss: {description}"
+    return f", and {path.name} has the smallest loss: {description}"

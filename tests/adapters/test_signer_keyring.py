@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -101,29 +104,50 @@ def test_keyring_rotate_leaves_no_old_private_key(
     assert all(path.read_bytes() != old_private for path in kept)
 
 
-@pytest.mark.parametrize("left", ["next made", "announced", "private moved"])
-def test_keyring_rotate_after_interrupted_rotation_completes_it(
-    keyring: Keyring, places: tuple[Path, Path], left: str
+def rotate_until_kill(keyring: Keyring, calls: int) -> bool:
+    """Rotate in a forked process that ends after some file operations; return whether it ended."""
+    child = os.fork()
+    if child == 0:
+        remaining = itertools.count(calls - 1, -1)
+
+        def limit(call: Callable[..., Any]) -> Callable[..., Any]:
+            def limited(*arguments: Any, **options: Any) -> Any:
+                result = call(*arguments, **options)
+                if next(remaining) == 0:
+                    os._exit(1)
+                return result
+
+            return limited
+
+        for name in ("open", "fchmod", "close", "fsync", "link", "replace", "unlink"):
+            setattr(os, name, limit(getattr(os, name)))
+        keyring.rotate(admit_nowhere)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] != 0
+
+
+def test_keyring_rotate_after_kill_at_any_file_operation_completes_same_rotation(
+    places: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    signing, trusted = places
-    old = read_key(signing)
-    following = signing.with_name("signing.next.pem")
-    new = create_key(following)
-    if left != "next made":
-        (trusted / "signing-new.pub.pem").write_bytes(new.public_pem())
-        shutil.copy(signing.with_name("signing.pub.pem"), trusted / "signing-old.pub.pem")
-    if left == "private moved":
-        following.replace(signing)
-    verifier = TrustedKeys(trusted)
-    signer = read_key(signing)
-    verifier.verify(RECORD, signer.sign(RECORD), signer.key)
-    verifier.verify(RECORD, old.sign(RECORD), old.key)
-    following_key = keyring.rotate(admit_nowhere)[1]
-    assert following_key == read_key(signing).key
-    # If the private key was already replaced, the next call makes another key.
-    assert (following_key == new.key) == (left != "private moved")
-    assert not following.exists()
-    verifier.verify(RECORD, old.sign(RECORD), old.key)
+    for calls in itertools.count(1):
+        root = tmp_path / str(calls)
+        signing, trusted = (root / place.relative_to(tmp_path) for place in places)
+        ring = Keyring(signing, trusted)
+        old = ring.create()
+        if not rotate_until_kill(ring, calls):
+            break
+        verifier, signer = TrustedKeys(trusted), read_key(signing)
+        verifier.verify(RECORD, signer.sign(RECORD), signer.key)
+        following = signing.with_name("signing.next.pem")
+        begun = read_key(following).key if following.exists() else None
+        if signer.key == old.key:
+            _, new = ring.rotate(admit_nowhere)
+            assert begun in (None, new)
+            assert {known.key for known in ring.list_keys()} == {old.key, new}
+        assert signing.with_name("signing.pub.pem").read_bytes() == read_key(signing).public_pem()
+        assert not list(signing.parent.glob("signing.next.*"))
+        verifier.verify(RECORD, old.sign(RECORD), old.key)
+    assert calls > 20
 
 
 def test_keyring_retire_of_old_key_revokes_trust_and_keeps_file(

@@ -325,7 +325,7 @@ def test_remote_benchmark_stored_by_machine_that_target_rejects_runs_again(
         target: Json = {"name": "board", "pool": "gpu", "requires": {"cores": cores}}
         stage = placed(StageKind.BENCHMARK, hints={"target": target, "champion": None}, model="")
         if runs:
-            with pytest.raises(MeasurementError, match="the result is not in the store"):
+            with pytest.raises(MeasurementError, match="the store has no usable result"):
                 asked(Nearby(worker), asker, stage)
         else:
             asked(Nearby(worker), asker, stage)

@@ -45,6 +45,7 @@ def run(*arguments: str, code: int = 0) -> str:
 def test_quantize_auto_writes_found_variant_and_record_of_trials(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    (folder / "best.closest.onnx").write_bytes(b"of an earlier search")
     budget = ["--budget", "metric_drop=40%", "--budget", "max_builds=9", "--budget", "size=1MB"]
     run(
         "--method",
@@ -61,6 +62,7 @@ def test_quantize_auto_writes_found_variant_and_record_of_trials(
     found = json.loads(capfd.readouterr().out)
     record = codec.loads((folder / "best.onnx.search.json").read_bytes(), SearchRecord)
     assert (folder / "best.onnx").stat().st_size == found["variant"]["bytes"]
+    assert not (folder / "best.closest.onnx").exists()
     assert found["recipe"][0].startswith("found by search best ")
     assert record.budget == Budget(metric_drop=0.4, size=10**6, max_builds=9)
     assert {trial.recipe for trial in record.trials} >= {"static", "dynamic", "weights-8"}
@@ -78,6 +80,14 @@ def test_quantize_auto_with_unreachable_budget_writes_closest_variant(folder: Pa
         "best.onnx.search.json contains all trials, and best.closest.onnx has the smallest loss: "
         in said
     )
+    read_model(folder / "best.closest.onnx")
+
+
+def test_quantize_auto_of_file_that_search_replaces_exits_with_2(folder: Path) -> None:
+    (folder / "model.onnx").rename(folder / "best.closest.onnx")
+    (folder / "model.onnx").symlink_to("best.closest.onnx")
+    said = run("--method", "auto", "--tuning-data", "tune.npz", code=2)
+    assert "the search would replace its source" in said
     read_model(folder / "best.closest.onnx")
 
 

@@ -30,8 +30,23 @@ except ImportError:
 class Third: ...
 async def fourth(): ...
 fifth: int = 3
-with open("x"):
+with open("x") as opened:
     sixth = lambda: None
+try: ...
+finally:
+    def seventh(): ...
+eighth, (*ninth, tenth) = make()
+for looped in make():
+    def eleventh(): ...
+while (walrus := make()):
+    def twelfth(): ...
+match make():
+    case 1:
+        def thirteenth(): ...
+try: ...
+except* OSError:
+    def fourteenth(): ...
+listed = [inside for inside in make() if (lambda argument: argument)(inside)]
 raise SystemExit
 """
 
@@ -49,7 +64,12 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", ["first", "second", "fast", "slow", "Third", "fourth", "fifth", "sixth", "glue", "json"]
+    "name",
+    [
+        *("first", "second", "fast", "slow", "Third", "fourth", "fifth", "sixth", "glue", "json"),
+        *("opened", "seventh", "eighth", "ninth", "tenth", "looped", "eleventh", "walrus"),
+        *("twelfth", "thirteenth", "fourteenth", "listed"),
+    ],
 )
 def test_explain_missing_function_of_existing_name_returns_none_without_running_module(
     root: Path, name: str
@@ -72,6 +92,7 @@ def test_explain_missing_function_of_module_on_path_checks_its_names(root: Path)
     [
         ("code.many:frist", "no function 'frist' in code/many.py; did you mean 'first'?"),
         ("code.many:nothing", "no function 'nothing' in code/many.py"),
+        ("code.many:inside", "no function 'inside' in code/many.py"),
         (
             "code.mani:first",
             (

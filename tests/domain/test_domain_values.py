@@ -25,7 +25,7 @@ from onnx_ops.domain.artifact import (
 from onnx_ops.domain.decision import Decision, GateResult, Verdict, combine_verdicts
 from onnx_ops.domain.endpoint import EndpointState, TrafficSplit
 from onnx_ops.domain.execution import SessionSettings
-from onnx_ops.domain.gate import LatencyGate, SizeGate, select_gates
+from onnx_ops.domain.gate import LatencyGate, MetricGate, SizeGate, select_gates
 from onnx_ops.domain.release import is_among
 from onnx_ops.domain.target import HardwareFingerprint, Target
 from tests.support.endpoints import fileless_deployment
@@ -99,7 +99,7 @@ def test_decision_without_binding_results_is_inconclusive() -> None:
         variant="fp32", target="cpu", results=(result(Verdict.PASS, advisory=True),)
     )
     assert decision.verdict is Verdict.INCONCLUSIVE
-    assert "nothing was judged" in decision.reason
+    assert "no binding gate applied" in decision.reason
 
 
 @pytest.mark.parametrize(
@@ -116,6 +116,30 @@ def test_select_gates_with_target_gate_replaces_gates_of_same_kind() -> None:
     size, latency, own = SizeGate(max=9), LatencyGate(p50=1.0), SizeGate(max=1)
     assert select_gates([size, latency], [own]) == (latency, own)
     assert select_gates([size, latency], []) == (size, latency)
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "values"),
+    [
+        ("f1", "average", (None, "micro", "weighted")),
+        ("f1", "positive", (None, 0, 1)),
+        ("accuracy", "output", (None, "a", "b")),
+        ("accuracy", "decode", ("", "m:a", "m:b")),
+        ("iou", "ignore", (None, 0, 1)),
+        ("top_k", "k", (None, 1, 2)),
+        ("ece", "bins", (None, 5, 10)),
+        ("ece", "logits", (False, True)),
+        ("quantile_loss", "q", (None, 0.1, 0.9)),
+        ("map", "iou", (None, 0.5, 0.75)),
+        ("map", "max_detections", (None, 1, 10)),
+        ("keypoints_ap", "sigmas", (None, (0.05, 0.1), (0.1, 0.05))),
+    ],
+)
+def test_metric_definition_label_differs_for_each_value_of_option(
+    name: Any, option: str, values: tuple[Any, ...]
+) -> None:
+    gates = [MetricGate(name=name, **{option: value}) for value in values]
+    assert len({gate.definition().label for gate in gates}) == len(values)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from onnx_ops.errors import MeasurementError
 from onnx_ops.onnx_graph.dequantization import write_dequantized, write_with_weights
 from onnx_ops.onnx_graph.quantized_weights import read_quantized_weights
 from onnx_ops.testing.models import rows, write_perceptron
+from tests.support.graphs import write_graph
 from tests.support.pairs import derive, write_changed
 
 METHODS: dict[str, dict[str, int]] = {
@@ -94,6 +95,43 @@ def test_write_dequantized_of_unknown_operator_raises_measurement_error(perceptr
     onnx.save(model, derived)
     with pytest.raises(MeasurementError, match="QAttention"):
         write_dequantized(perceptron, derived, perceptron.with_name("exact.onnx"))
+
+
+def write_branches(path: Path) -> Path:
+    """Write a model whose If has a product of a constant of its own, and one of the main graph."""
+    text = """(float[N,8] x) => (float[N,4] scores) {
+        total = ReduceSum<keepdims=0>(x)
+        is_positive = Greater(total, zero)
+        scores = If(is_positive) <
+            then_branch = doubled () => (float[N,4] a) {
+                two = Constant<value = float {2.0}>()
+                x2 = Mul(x, two)
+                a = MatMul(x2, w)
+            },
+            else_branch = plain () => (float[N,4] b) { b = MatMul(x, w) }
+        >
+    }"""
+    weights = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    return write_graph(path, text, w=weights, zero=np.float32(0))
+
+
+def test_write_dequantized_of_float16_subgraph_matches_source_with_its_weights(
+    tmp_path: Path,
+) -> None:
+    source = write_branches(tmp_path / "source.onnx")
+    assert distance(source, derive(source, "fp16")) < 1e-5
+
+
+@pytest.mark.parametrize("operator", ["MatMulNBits", "MatMulInteger", "QLinearMul"])
+def test_write_dequantized_of_rounding_in_subgraph_raises_measurement_error(
+    tmp_path: Path, operator: str
+) -> None:
+    source = write_branches(tmp_path / "source.onnx")
+    model = onnx.load(source)
+    model.graph.node[2].attribute[0].g.node[0].op_type = operator
+    onnx.save(model, tmp_path / "derived.onnx")
+    with pytest.raises(MeasurementError, match=f"{operator} in a subgraph"):
+        write_dequantized(source, tmp_path / "derived.onnx", tmp_path / "exact.onnx")
 
 
 @pytest.mark.parametrize("format_", ["QDQ", "QOperator"])

@@ -53,6 +53,42 @@ def test_processor_product_matches_detected_saturation(
     np.testing.assert_array_equal(answer["y"], multiply(x, weights, saturates=saturates_here()))
 
 
+@pytest.mark.processor
+@pytest.mark.parametrize(
+    ("operator", "shape", "groups", "saturates"),
+    [
+        ("QLinearConv", (4, 2), 1, True),
+        ("QLinearConv", (4, 2), 2, True),
+        ("QLinearConv", (4, 1), 1, True),
+        ("QLinearConv", (4, 1), 2, True),
+        ("QLinearConv", (4, 1), 4, False),
+        ("QLinearConv", (1, 1), 1, False),
+        ("ConvInteger", (4, 2), 1, False),
+        ("ConvInteger", (4, 1), 4, False),
+    ],
+)
+def test_find_saturating_weights_of_convolution_agrees_with_processor(
+    tmp_path: Path, operator: str, shape: tuple[int, int], groups: int, saturates: bool
+) -> None:
+    x = np.full((1, shape[1] * groups, 3, 3), 255, np.uint8)
+    exact, expected = 255 * 127 * shape[1] * 9, 200
+    kind, inputs = "uint8", "x, s, z, w, s, n, t, z"
+    if operator == "ConvInteger":
+        expected, kind, inputs = exact, "int32", "x, w"
+    model = build(
+        f"(uint8[1,C,3,3] x) => ({kind} y) {{ y = {operator}<group={groups}>({inputs}) }}",
+        np.full((*shape, 3, 3), 127, np.int8),
+        s=np.float32(1),
+        z=np.uint8(0),
+        n=np.int8(0),
+        t=np.float32(exact / 200),
+    )
+    write_model(model, tmp_path / "model.onnx")
+    (answer,) = OnnxRuntime().run(tmp_path / "model.onnx", Target(name="here"), ({"x": x},))
+    assert bool(np.all(answer["y"] == expected)) is not (saturates and saturates_here())
+    assert find_saturating_weights(model) == (("w",) if saturates else ())
+
+
 @settings(max_examples=300)
 @given(weights=levels, seed=st.integers(0, 99))
 def test_find_saturating_weights_returns_every_weight_with_inexact_sums(

@@ -13,7 +13,7 @@ from onnx_ops.domain.quantization import Budget, FrontierSlot, Role, SearchRecor
 from onnx_ops.errors import MeasurementError
 from onnx_ops.measure.variants.search import SearchResult
 from onnx_ops.tools.compare import REFERENCE
-from onnx_ops.tools.quantize import _suggest_options, estimate_speedup
+from onnx_ops.tools.quantize import _replace_closest, _suggest_options, estimate_speedup
 from onnx_ops.tools.sample_rows import SampleRows
 from tests.support.graphs import write_graph
 
@@ -57,6 +57,32 @@ def test_estimate_speedup_with_supplied_rows_times_first_row(model: Path) -> Non
     assert runtime.feed["parts"] == 3
 
 
+def make_record(**values: Any) -> SearchRecord:
+    return SearchRecord(
+        name="best",
+        metric="accuracy",
+        rows=1,
+        export_bytes=1,
+        targets=("cpu",),
+        budget=Budget(),
+        **values,
+    )
+
+
+@pytest.mark.parametrize("has_closest", [False, True])
+def test_replace_closest_removes_model_and_weights_of_earlier_search(
+    tmp_path: Path, model: Path, has_closest: bool
+) -> None:
+    path = tmp_path / "best.closest.onnx"
+    for earlier in (path, tmp_path / "best.closest.onnx.data"):
+        earlier.write_bytes(b"earlier")
+    closest = (model, TRIAL) if has_closest else None
+    text = _replace_closest(SearchResult(record=make_record(), models={}, closest=closest), path)
+    assert bool(text) is has_closest
+    assert [one.name for one in tmp_path.glob("best*")] == [path.name] * has_closest
+    assert not has_closest or path.read_bytes() == model.read_bytes()
+
+
 @pytest.mark.parametrize(
     ("role", "trials", "front", "closest", "timed_out", "option"),
     [
@@ -76,13 +102,7 @@ def test_suggest_options_of_search_without_model_returns_remedy_of_its_cause(
     timed_out: bool,
     option: str,
 ) -> None:
-    record = SearchRecord(
-        name="best",
-        metric="accuracy",
-        rows=1,
-        export_bytes=1,
-        targets=("cpu",),
-        budget=Budget(),
+    record = make_record(
         trials=trials,
         pareto_front=front,
         slots=(FrontierSlot(role=role, reason="none"),),

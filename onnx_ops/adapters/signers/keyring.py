@@ -131,7 +131,7 @@ class Keyring:
 
         The old public key stays trusted. Both public keys are trusted on this machine before the
         new private key signs anything, so decisions stay verifiable here after a crash. After a
-        crash before the replacement, the next call continues with the same new key.
+        crash, the next call completes the rotation with the same new key.
 
         Args:
             admit: makes the old key admit the new key to the ledgers. If it fails, the old key
@@ -153,8 +153,9 @@ class Keyring:
         self._trust(old)
         self._trust(new)
         admit(TrustedKeys(public_path(following)).public())
-        following.replace(self._signing)
+        # The private key is replaced last: until then, the next call continues this rotation.
         public_path(following).replace(public_path(self._signing))
+        following.replace(self._signing)
         return old.key, new.key
 
     def find(self, text: str) -> KnownKey:

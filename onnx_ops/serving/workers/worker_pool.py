@@ -322,16 +322,19 @@ class WorkerPool:
     def _compute_pause_s(
         self, worker: WorkerProcess, *, was_ready: bool, was_running: bool
     ) -> float:
-        """Return the pause in seconds before a worker that died is replaced."""
+        """Return the pause in seconds before a worker that died is replaced.
+
+        A worker that had another cause of death than loading or a run is replaced immediately.
+        """
         number = worker.number
         failures = self._load_failures[number] = 0 if was_ready else self._load_failures[number] + 1
-        is_early = time.monotonic() - worker.started_at < _STABLE_S
-        deaths = self._run_deaths[number] = (
-            self._run_deaths[number] if is_early else 0
-        ) + was_running
+        if time.monotonic() - worker.started_at >= _STABLE_S:
+            self._run_deaths[number] = 0
+        self._run_deaths[number] += was_running
+        run_deaths = self._run_deaths[number] if was_running else 0
         return max(
             compute_restart_pause_s(failures),
-            min(_MAX_RUN_PAUSE_S, compute_restart_pause_s(deaths)),
+            min(_MAX_RUN_PAUSE_S, compute_restart_pause_s(run_deaths)),
         )
 
 

@@ -11,9 +11,11 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -21,11 +23,42 @@ from onnx_ops import codec
 from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.execution import Execution, SessionSettings
 from onnx_ops.protocol.server_process import AUDIT_FILE
+from onnx_ops.serving.metrics import SharedMetrics
 from onnx_ops.serving.workers.worker import count_parallel_runs
+from onnx_ops.serving.workers.worker_health import WorkerHealth
+from onnx_ops.serving.workers.worker_pool import WorkerPool, WorkerProcess
 from onnx_ops.testing.endpoints import state_of
 from tests.serving.serving_process import INFER, Server, after, infer_body, serving
 from tests.support.load import LoadPlan, Payload
 from tests.support.publish_stress import stress_publications
+
+
+@pytest.mark.parametrize(
+    ("deaths", "expected_s"),
+    [
+        ("run run run", [0.0, 0.4, 0.8]),
+        ("run run other run", [0.0, 0.4, 0.0, 0.8]),
+        ("run run old-run run", [0.0, 0.4, 0.0, 0.4]),
+        ("run run old-other run", [0.0, 0.4, 0.0, 0.0]),
+        ("run run run run run run", [0.0, 0.4, 0.8, 1.6, 2.0, 2.0]),
+        ("load load load", [0.0, 0.4, 0.8]),
+        ("run run load run", [0.0, 0.4, 0.0, 0.8]),
+    ],
+)
+def test_compute_pause_s_grows_only_for_worker_that_run_or_load_ended(
+    deaths: str, expected_s: list[float]
+) -> None:
+    health = WorkerHealth(SharedMetrics(1))
+    pool = WorkerPool(1, Mock(), keep=(), health=health, max_body=0)
+
+    def die(cause: str) -> float:
+        born_at = time.monotonic() - (3600 if cause.startswith("old") else 0)
+        worker = WorkerProcess(0, 1, Mock(), Mock(), Mock(), started_at=born_at)
+        return pool._compute_pause_s(
+            worker, was_ready=cause != "load", was_running=cause.endswith("run")
+        )
+
+    assert [die(cause) for cause in deaths.split()] == pytest.approx(expected_s)
 
 
 def test_supervisor_has_one_thread_and_shares_memory_with_workers(two_workers: Server) -> None:
