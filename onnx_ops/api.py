@@ -219,7 +219,7 @@ def promote(
         target: Name of the target, e.g. cpu-1t.
         reason: Recorded in the registry, unless the version serves already. An override requires
             the reason, and the ledger records it too.
-        actor: User recorded in the audit log; user@host by default.
+        actor: User recorded in the ledger; user@host by default.
         override: Override failed gates or a previous rollback.
 
     Raises:
@@ -266,7 +266,7 @@ def rollback(
             the previous version.
         model: Registered model.
         target: Select only endpoints on this target.
-        actor: User recorded in the audit log; user@host by default.
+        actor: User recorded in the ledger; user@host by default.
         force: Allow rolling back to a version that was itself rolled back before, and rolling back
             further after a rollback.
 

@@ -88,7 +88,7 @@ class Project:
         """Return the stage handler of this project.
 
         Args:
-            actor: user who is recorded in the audit log of the project's releases.
+            actor: user who is recorded in the ledger.
             observer: receives the progress.
             abandon: the reason for leaving deployments at an endpoint's former provider or
                 location.

@@ -477,10 +477,10 @@ def execute(
 
     Args:
         no_cache: kinds of stages whose cached results are ignored.
-        actor: user recorded in the audit log of the releases (default: the user of this process).
+        actor: user recorded in the ledger (default: the user of this process).
         abandon: reason, recorded in the ledger, for leaving endpoints running that the file no
             longer names or has moved.
-        base: release to compare with; by default that of the pull request's target branch.
+        base: release to compare with, if any.
 
     Raises:
         MissingPackageError: a package that a stage needs is not installed; nothing was done.
@@ -489,7 +489,7 @@ def execute(
         StorageError: the disk is full, or a file or folder cannot be used.
     """
     from onnx_ops.app.handler import binding
-    from onnx_ops.app.results import find_base, read_base_branch, record_commit, summarize
+    from onnx_ops.app.results import record_commit, summarize
     from onnx_ops.domain.plan import StageKind
     from onnx_ops.pipeline import InlineExecutor, run
     from onnx_ops.pipeline.stage_settings import get_pool
@@ -503,8 +503,6 @@ def execute(
     configs = [binding(stage)[0] for stage in stages if stage.kind is StageKind.DEPLOY]
     if releases:
         require_no_orphans(project.context, name, configs, abandon=abandon)
-    if base is None and (branch := read_base_branch(os.environ)):
-        base = find_base(project.settings.root, project.context.store, name, branch)
     planned = _add_release_hints(project, prepared.plan, base) if releases else prepared.plan
     if any(map(get_pool, own)):  # The pools are prepared while earlier stages run on this machine.
         threading.Thread(target=project.running().pools.prepare, daemon=True).start()
@@ -625,28 +623,24 @@ def run_files(
 
     Args:
         observe: returns an observer for each run.
-        base: tag, commit or branch whose recorded results are compared with those of each run.
+        base: tag, commit or branch whose recorded results are compared with those of each run;
+            by default the target branch of the pull request.
     """
-    from onnx_ops.app.results import find_base, summarize
+    from onnx_ops.app.results import find_run_base, summarize
     from onnx_ops.pipeline import ordered_map
 
-    root = project.settings.root
+    root, store = project.settings.root, project.context.store
 
     def led(file: Path) -> PipelineResult:
         try:
             prepared = prepare(project, file, overrides=overrides, until=until)
-            against = (
-                find_base(root, project.context.store, prepared.pipeline.pipeline, base)
-                if base
-                else None
-            )
             result = execute(
                 project,
                 prepared,
                 no_cache=no_cache,
                 observer=observe(),
                 abandon=abandon,
-                base=against,
+                base=find_run_base(root, store, prepared.pipeline.pipeline, os.environ, base),
             )
             summary = summarize(prepared.pipeline, result, project.context)
         except OnnxOpsError as error:

@@ -363,6 +363,18 @@ def find_base(root: Path, store: Store, pipeline: str, base: str, name: str = ""
     return BaseRelease(branch=name, why=why)
 
 
+def find_run_base(
+    root: Path, store: Store, pipeline: str, environ: Mapping[str, str], base: str = ""
+) -> BaseRelease | None:
+    """Return the release with which a run is compared; None for a run without a base.
+
+    `base` is a tag, a commit or a branch. If it is empty, the target branch of the pull request is
+    used, which the variables of the CI service name.
+    """
+    base = base or read_base_branch(environ)
+    return find_base(root, store, pipeline, base) if base else None
+
+
 def _key(root: Path, pipeline: str, commit: str) -> Digest:
     """Return the key of the record of a commit and pipeline.
 

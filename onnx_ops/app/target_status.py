@@ -54,13 +54,13 @@ def list_target_statuses(project: Project) -> list[TargetStatus]:
 def find_unmeasurable(context: Context, targets: Iterable[Target]) -> dict[str, str]:
     """Return the reason for each target that this machine cannot measure.
 
-    Targets with a pool or an environment are not checked. The hardware of every other target is
-    checked. For targets of the CPU provider, no session is built, since this would import ONNX
-    Runtime.
+    Targets with a pool or a separate environment are not checked. The hardware of every other
+    target is checked. For targets of the CPU provider, no session is built, since this would import
+    ONNX Runtime.
     """
     reasons: dict[str, str] = {}
     for target in targets:
-        if target.pool or target.env is not None:
+        if target.pool or (target.env is not None and target.env.isolated):
             continue
         try:
             runtime = context.runtime(target.runtime)
@@ -100,12 +100,14 @@ def _read_status(project: Project, name: str, probe: Path) -> TargetStatus:
         status = replace(status, provider=target.providers[0].name)
         if target.pool:
             return replace(status, why=f"workers of pool {target.pool} measure this target")
-        if target.env is not None:
-            build = ", ".join(target.env.requirements)
-            why = f"the first run installs {build} into a separate environment"
-            return replace(status, why=why)
         status = replace(status, here=False)
-        why = _find_obstacle(project.context.runtime(target.runtime), target, probe)
+        runtime = project.context.runtime(target.runtime)
+        if target.env is not None and target.env.isolated:
+            require_hardware(runtime, target)
+            packages = ", ".join(target.env.requirements) or "the packages of its runtime"
+            why = f"the first run installs {packages} into a separate environment"
+            return replace(status, here=None, why=why)
+        why = _find_obstacle(runtime, target, probe)
     except OnnxOpsError as error:
         what = str(error) if isinstance(error, ConfigError) else error.what
         here = False if isinstance(error, NotReadyError) else status.here

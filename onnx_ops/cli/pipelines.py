@@ -77,8 +77,8 @@ Base = Annotated[
     typer.Option(
         "--base",
         metavar="REF",
-        help="Branch, tag or commit whose recorded results are compared. The report of a "
-        "registered release uses the pull request's target branch by default.",
+        help="Branch, tag or commit whose recorded results are compared; "
+        "default in a pull request: its target branch.",
         show_default=False,
     ),
 ]
@@ -383,10 +383,10 @@ def run(
             say(note, err=True)
         observer = RunProgress(error_console(), jobs=jobs)
 
-    from onnx_ops.app.results import find_base, render_report, summarize
+    from onnx_ops.app.results import find_run_base, render_report, summarize
 
     name, store = prepared.pipeline.pipeline, project.context.store
-    against = find_base(project.settings.root, store, name, base) if base else None
+    against = find_run_base(project.settings.root, store, name, os.environ, base)
     with project.running().ended_on_error():
         result = projects.execute(
             project,

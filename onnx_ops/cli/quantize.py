@@ -13,6 +13,7 @@ from onnx_ops import codec
 from onnx_ops.cli.common import AsJson, Quiet, open_project, print_json, print_text, say
 from onnx_ops.cli.tools import Fix, advise, guard_context, load_rows, parse_values, show_progress
 from onnx_ops.domain.artifact import Digest, digest_file
+from onnx_ops.domain.quantization import AUTO, METHODS, ROLES, Budget, Role
 from onnx_ops.errors import UserError
 from onnx_ops.plugins import require, tools
 from onnx_ops.reporting.formatting import format_figure
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from onnx_ops.domain.gate import MetricDefinition
     from onnx_ops.domain.pipeline import Calibrate
     from onnx_ops.domain.quantities import Json
-    from onnx_ops.domain.quantization import Budget, Role
     from onnx_ops.domain.target import Target
     from onnx_ops.ports import Context, Dataset
     from onnx_ops.tools.quantize import QuantizedFile
@@ -33,13 +33,7 @@ def quantize(
         Path, typer.Argument(help="File of the variant; must not exist.", show_default=False)
     ],
     *,
-    method: Annotated[
-        str,
-        typer.Option(
-            help="auto, static, dynamic, fp16, weight-only, graph, onnxslim, "
-            "onnxoptimizer, fixed-shapes."
-        ),
-    ],
+    method: Annotated[str, typer.Option(help=f"{AUTO}, or a plugin: {', '.join(METHODS)}.")],
     targets: Annotated[
         list[str] | None,
         typer.Option(
@@ -112,7 +106,6 @@ def quantize(
     metric_drop=0.5%
     """
     from onnx_ops.domain.pipeline import Quantize
-    from onnx_ops.domain.quantization import AUTO
     from onnx_ops.onnx_graph.model_info import read_model_info
     from onnx_ops.tools.quantize import quantize_file, search_variant
 
@@ -162,8 +155,6 @@ def quantize(
 
 def _refuse_recipe_options(exclude: list[str] | None, options: list[str] | None) -> None:
     """Raise UserError for options that a search determines for each of its recipes."""
-    from onnx_ops.domain.quantization import AUTO
-
     if exclude or options:
         what, where = f"method {AUTO} determines these options", "--exclude, --option"
         raise UserError(what, where=where, remedy="Leave these options out.")
@@ -181,8 +172,6 @@ def _refuse_search_options(method: str, tuning_data: Path | None, budget: list[s
 
 def _parse_role(name: str) -> Role:
     """Return the point of the Pareto front that `--select` names."""
-    from onnx_ops.domain.quantization import ROLES
-
     role = next((known for known in ROLES if known == name), None)
     if role is None:
         why = f"there are {', '.join(ROLES)}"
@@ -291,7 +280,6 @@ def _parse_budget(texts: list[str]) -> Budget:
     from annotated_types import Unit
 
     from onnx_ops.config.quantities import parse_quantity
-    from onnx_ops.domain.quantization import Budget
 
     hints = get_type_hints(Budget, include_extras=True)
     values: dict[str, Any] = {}

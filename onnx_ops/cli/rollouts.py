@@ -282,19 +282,17 @@ def _forecast_requests(view: RolloutView) -> str:
 
 
 def _describe_end(context: Context, endpoint: str) -> tuple[Text, bool]:
-    """Return a line about the end of the last rollout, and whether it was rolled back."""
+    """Return a line about the last change of the version, and whether it was rolled back."""
     from onnx_ops.domain.ledger import Intent
     from onnx_ops.domain.rollout import ActionKind
 
-    ends = (ActionKind.FINISH, ActionKind.ABORT, ActionKind.ROLLBACK, ActionKind.FIRST)
+    changes = (ActionKind.FINISH, ActionKind.ABORT, ActionKind.ROLLBACK, ActionKind.FIRST)
     actions = [e.body.action for e in context.ledger.read(endpoint) if isinstance(e.body, Intent)]
-    last = next((action for action in reversed(actions) if action.kind in ends), None)
+    last = next((action for action in reversed(actions) if action.kind in changes), None)
     if last is None:
         return Text(f"{endpoint}: no rollout yet"), False
-    text = (
-        f"{endpoint}: no rollout in progress; the last one ended with {last.kind.value}: {last.why}"
-    )
-    return Text(text), last.kind in (ActionKind.ABORT, ActionKind.ROLLBACK)
+    text = f"{endpoint}: no rollout in progress; last change of the version: {last.kind.value}: "
+    return Text(text + last.why), last.kind in (ActionKind.ABORT, ActionKind.ROLLBACK)
 
 
 def rollback(

@@ -31,12 +31,6 @@ class Arithmetic:
     fp16: bool = False
     wide: bool = False
 
-    @property
-    def words(self) -> str:
-        """A short description of the arithmetic for notes and messages."""
-        words = {"arm": "ARM", "accelerator": "an accelerator", "other": "a CPU of another kind"}
-        return words.get(self.family, f"x86 {'without' if self.saturates else 'with'} VNNI")
-
 
 def detect_arithmetic(hardware: HardwareFingerprint, target: Target) -> Arithmetic:
     """Return the arithmetic from the machine's flags and the target's first provider."""

@@ -25,7 +25,7 @@ from onnx_ops.domain.quantities import (
     Seconds,
     ShortName,
 )
-from onnx_ops.domain.quantization import AUTO, ROLES, Budget, Role, TuningData
+from onnx_ops.domain.quantization import AUTO, METHODS, ROLES, Budget, Role, TuningData
 from onnx_ops.domain.rollout_policy import RolloutPolicy
 from onnx_ops.domain.system_comparison import DeployedStep, Tolerances
 
@@ -289,13 +289,7 @@ class Quantize(PlacedAttempts):
     """An entry of `quantize`: one variant, or a search for several."""
 
     name: Annotated[Name, doc("Name of the variant.")]
-    method: Annotated[
-        str,
-        doc(
-            "auto, or a plugin: dynamic, static, fp16, weight-only, graph, "
-            "onnxslim, onnxoptimizer, fixed-shapes, olive."
-        ),
-    ]
+    method: Annotated[str, doc(f"{AUTO}, or a plugin: {', '.join(METHODS)}.")]
     calibrate: Annotated[
         Calibrate | None, doc("Calibration data; required for static quantization.")
     ] = None

@@ -19,6 +19,12 @@ from onnx_ops.domain.quantities import OMIT_DEFAULT, Bytes, Count, Fraction, Jso
 AUTO = "auto"
 """The method that searches for a recipe."""
 
+METHODS = (
+    *("dynamic", "static", "fp16", "weight-only", "graph"),
+    *("onnxslim", "onnxoptimizer", "fixed-shapes", "olive"),
+)
+"""The optimizers of onnx-ops."""
+
 SEARCH_FILE = "search.json"
 
 Role: TypeAlias = Literal["fast", "small", "exact"]

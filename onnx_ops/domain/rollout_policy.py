@@ -269,6 +269,11 @@ class RolloutPolicy:
         return next((rail for rail in self.guardrails if rail.name == "cold_start"), None)
 
     @property
+    def has_latency(self) -> bool:
+        """Return whether a guardrail compares latencies in the steps of the rollout."""
+        return any(rail.name not in ("errors", "cold_start") for rail in self.guardrails)
+
+    @property
     def trials(self) -> tuple[float, ...]:
         """Traffic shares before 100 %; the share of the A/B test is last."""
         return (*self.steps[:-1], *((self.ab_test.split,) if self.ab_test else ()))

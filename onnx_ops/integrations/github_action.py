@@ -58,6 +58,13 @@ cause.
 
 _NONE = re.compile(r"0*")
 
+_FAILURES = {
+    "evaluate": "the commit could not be judged",
+    "release": "the commit could not be released",
+    "publish": "the results of the commit could not be published",
+}
+"""Heading of the summary by the step that could not be carried out."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
@@ -80,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     step that cannot be carried out returns the exit code of its error.
     """
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("step", choices=("evaluate", "release", "publish"))
+    parser.add_argument("step", choices=tuple(_FAILURES))
     parser.add_argument(
         "--folder", type=Path, required=True, help="folder of the results and reports"
     )
@@ -112,7 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     except OnnxOpsError as error:
         _print_line(f"::error title=onnx-ops::{_command_data(str(error))}")
-        _append(os.environ, "GITHUB_STEP_SUMMARY", _describe_failure(error))
+        text = _describe_failure(_FAILURES[options.step], error)
+        _append(os.environ, "GITHUB_STEP_SUMMARY", text)
         return error.exit_code
 
 
@@ -197,8 +205,8 @@ def publish(event: Event, folder: Path, environ: Mapping[str, str]) -> int:
     """Write the summary, the comment and the check; return the exit code.
 
     The summary lists the parts that could not be written to GitHub. If the results are missing or
-    invalid, the check reports that the commit could not be judged. Without a check, a pull request
-    that requires it would wait forever.
+    invalid, the check reports this. Without a check, a pull request that requires it would wait
+    forever.
     """
     verdict: Verdict | None = Verdict.ERROR
     try:
@@ -206,7 +214,8 @@ def publish(event: Event, folder: Path, environ: Mapping[str, str]) -> int:
         checked = read_results(folder, remedy=remedy)
     except OnnxOpsError as error:
         _print_line(f"::error title=onnx-ops::{_command_data(str(error))}")
-        heading, text = "the commit could not be judged", _describe_failure(error)
+        heading = "the commit has no valid results"
+        text = _describe_failure(heading, error)
     else:
         verdict, heading = overall(checked), title(checked)
         reports, unreviewed = get_run_address(environ), event.pull_request is not None
@@ -263,9 +272,9 @@ def get_run_address(environ: Mapping[str, str]) -> str:
     )
 
 
-def _describe_failure(error: OnnxOpsError) -> str:
+def _describe_failure(heading: str, error: OnnxOpsError) -> str:
     quoted = "\n".join(f"> {markdown(line)}  " for line in str(error).splitlines())
-    return f"## onnx-ops: the commit could not be judged\n\n{quoted}\n"
+    return f"## onnx-ops: {heading}\n\n{quoted}\n"
 
 
 def _write_comment(repository: GitHubRepository, number: int, text: str, *, wanted: bool) -> None:

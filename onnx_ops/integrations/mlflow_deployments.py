@@ -69,7 +69,7 @@ Target URI: `onnx-ops` for the project around the current folder, \
 `onnx-ops:/path/to/project` for another one.
 
 Config of create and update (-C name=value):
-  target    name of a file in configs/targets/; required by create, unchanged by update
+  target    a target that `onnx-ops targets` lists; required by create, unchanged by update
   provider  endpoint plugin; default local
   reason    why, recorded in the ledger
   others    options of the endpoint, as under `deploy: … options:` in a pipeline file, \

@@ -407,9 +407,7 @@ def build_probes(
             samples, declared, read_index_bounds(path), read_encoded_inputs(path)
         )
     except ValueError as error:
-        raise UserError(
-            str(error), where="inputs", remedy="Declare values of the input's type."
-        ) from error
+        raise UserError(str(error), where="inputs") from error
     groups = make_probe_groups(
         samples, domains, empty=not fixed and not is_unsafe_without_rows(path)
     )

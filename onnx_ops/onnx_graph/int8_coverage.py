@@ -212,7 +212,7 @@ def _explain_unreached(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str] |
     if node.op_type in RECURRENT:
         return _RECURRENT_REASON, ""
     if node.output[0] in graph.inner:
-        return "it is in a subgraph of If, Loop or Scan, which quantizers do not rewrite", ""
+        return "it is in a subgraph of If, Loop or Scan, which the quantizer did not rewrite", ""
     if graph.dynamic and _KINDS[node.op_type] == "Conv":
         return (
             "dynamic quantization leaves convolutions in float, because it would slow them down",

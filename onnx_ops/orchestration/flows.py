@@ -17,7 +17,7 @@ from prefect.states import Completed, Failed
 from onnx_ops.app.affected import Affected, affected, changed_since
 from onnx_ops.app.context import Project
 from onnx_ops.app.project import execute, prepare
-from onnx_ops.app.results import Summary, evidence_of, summarize
+from onnx_ops.app.results import Summary, evidence_of, find_run_base, summarize
 from onnx_ops.domain.plan import StageKind
 from onnx_ops.domain.release import Choice
 from onnx_ops.errors import OnnxOpsError
@@ -189,6 +189,7 @@ def run_pipeline(
     prepared = prepare(
         project, project.settings.root / Path(file), overrides=overrides, until=until
     )
+    root, store = project.settings.root, project.context.store
     with publish_progress() as progress:
         result = execute(
             project,
@@ -199,6 +200,7 @@ def run_pipeline(
             actor=actor(project.context),
             abandon=abandon,
             jobs=jobs or os.cpu_count() or 1,
+            base=find_run_base(root, store, prepared.pipeline.pipeline, os.environ),
         )
     summary = summarize(prepared.pipeline, result, project.context)
     publish_tables(summary)

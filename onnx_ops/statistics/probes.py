@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onnx_ops.domain.input_values import InputValues
+from onnx_ops.errors import UserError
 from onnx_ops.ports.data import Array, Tensors
 
 Floats = npt.NDArray[np.float64]
@@ -111,7 +112,8 @@ def learn_domains(
         encoded: inputs whose rows are encoded files.
 
     Raises:
-        ValueError: there is no row, or values other than numbers are declared for a numeric input.
+        ValueError: there is no row.
+        UserError: values other than numbers are declared for a numeric input.
     """
     if not min((len(array) for array in samples.values()), default=0):
         raise ValueError("there are no real samples to learn the domain from")
@@ -120,17 +122,15 @@ def learn_domains(
         if name in encoded:
             domains[name] = replace(_make_unordered_domain(array, None), encoded=True)
             continue
-        try:
-            domains[name] = _learn(
-                array, (declared or {}).get(name, InputValues()), (bounds or {}).get(name)
-            )
-        except ValueError as error:
-            raise ValueError(f"input {name!r}: {error}") from error
+        values = (declared or {}).get(name, InputValues())
+        categories = _read_categories(name, array, values)
+        domains[name] = _learn(array, values, categories, (bounds or {}).get(name))
     return domains
 
 
-def _learn(array: Array, declared: InputValues, bound: tuple[int, int] | None) -> InputDomain:
-    categories = _read_categories(array, declared)
+def _learn(
+    array: Array, declared: InputValues, categories: Array | None, bound: tuple[int, int] | None
+) -> InputDomain:
     if array.dtype.kind not in "fiu":
         return _make_unordered_domain(array, categories)
     values = array.astype(np.float64)
@@ -156,10 +156,14 @@ def _learn(array: Array, declared: InputValues, bound: tuple[int, int] | None) -
     )
 
 
-def _read_categories(array: Array, declared: InputValues) -> Array | None:
+def _read_categories(name: str, array: Array, declared: InputValues) -> Array | None:
     categories = None if declared.values is None else np.asarray(declared.values)
     if array.dtype.kind in "fiu" and categories is not None and categories.dtype.kind not in "fiu":
-        raise ValueError(f"its values are numbers, but {declared.values} are declared")
+        raise UserError(
+            f"input {name!r}: its values are numbers, but {declared.values} are declared",
+            where="inputs",
+            remedy="Declare values of the input's type.",
+        )
     return categories
 
 

@@ -100,9 +100,12 @@ def test_load_missing_annotations_raises_not_found_error(root: Path) -> None:
         ({"image_id": 9}, "annotation 1 names image 9, which 'images' does not list"),
         (
             {"bbox": [50, 20, 30, 8]},
-            "annotation 1 has a box that extends beyond image 7 of 64",
+            "beyond image 7: [50, 20, 30, 8] (the image has width 64, height 48)",
         ),
-        ({"bbox": [-5, 20, 30, 8]}, "annotation 1 has a box that extends beyond image 7"),
+        (
+            {"bbox": [-5, 20, 30, 8], "image_id": 3},
+            "annotation 1 has a box that extends beyond image 3: [-5, 20, 30, 8]. Write",
+        ),
         ({"bbox": [10, 20, -3, 8]}, "annotation 1 has a box with a negative size"),
         ({"bbox": [10, 20, 3]}, "annotation 1 has no box of four numbers within"),
         ({"bbox": [10, 20, 3, float("nan")]}, "annotation 1 has no box of four numbers within"),
@@ -151,8 +154,10 @@ def test_load_annotations_that_are_a_folder_raises_user_error(root: Path) -> Non
     folder.mkdir()
     tensor = onnx.numpy_helper.from_array(np.zeros(1))
     (folder / "input_0.pb").write_bytes(tensor.SerializeToString())
-    with pytest.raises(UserError, match="the annotations are a folder"):
-        SOURCE.load(replace(FILE, annotations="."), root)
+    (root / "empty").mkdir()
+    for name in (".", "empty"):
+        with pytest.raises(UserError, match="the annotations are a folder"):
+            SOURCE.load(replace(FILE, annotations=name), root)
 
 
 @pytest.mark.parametrize("content", [[], {}, {"images": [], "categories": [], "annotations": [1]}])

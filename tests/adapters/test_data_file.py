@@ -263,7 +263,10 @@ def test_load_parquet_with_typed_columns_returns_type_of_each_column(tmp_path: P
     [
         ("a,b\n1,2\n3\n", "Expected 2 columns, got 1"),
         ("a,a\n1,2\n", "repeats the column 'a'"),
-        ("a,\n1,2\n", "column 2 of the table has no name"),
+        ("a,a\n01,1\n", "repeats the column 'a'"),
+        ("a,\n1,2\n", "column 2 has no name"),
+        (",a,\n0,1,2\n", "column 3 has no name"),
+        ("a,,b,,c\n0,1,2,3,4\n", "column 2 has no name"),
         ("a,b\n", "no rows"),
         ("", "the file is empty"),
     ],

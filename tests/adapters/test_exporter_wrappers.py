@@ -98,6 +98,14 @@ WRAPPERS: dict[str, tuple[Any, Any]] = {
         ),
         AMOUNT,
     ),
+    "target, only divided": (
+        lambda: sk(
+            "compose.TransformedTargetRegressor",
+            mixed(ridge()),
+            transformer=sk("preprocessing.StandardScaler", with_mean=False),
+        ),
+        AMOUNT,
+    ),
     "target within": (
         lambda: mixed(
             sk("compose.TransformedTargetRegressor", ridge(), func=np.log, inverse_func=np.exp)

@@ -17,7 +17,7 @@ import onnx
 import pytest
 
 from onnx_ops.adapters.optimizers.graph_passes import PassOptimizer, SlimOptimizer
-from onnx_ops.adapters.optimizers.library import check_interface
+from onnx_ops.adapters.optimizers.library import KEEP_SOURCE, check_interface
 from onnx_ops.adapters.runtimes.placement import GuardedRuntime
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.pipeline import Quantize
@@ -186,6 +186,7 @@ def test_graph_pass_with_failing_tool_raises_stage_error(
     with pytest.raises(StageError, match="onnxoptimizer failed") as caught:
         broken(timeout=1 if clean is hang else 60).optimize(request)
     assert why in caught.value.why
+    assert caught.value.remedy == f"{KEEP_SOURCE} Or name other passes in options.passes."
     assert caught.value.where == "variant tidy"
     assert not request.path.exists()
 

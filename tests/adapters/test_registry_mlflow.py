@@ -711,6 +711,17 @@ def test_version_of_foreign_model_raises_not_found_error(registry: MlflowRegistr
         registry.version("foreign", "1")
 
 
+def test_version_missing_in_registry_of_several_pages_names_newest(
+    registry: MlflowRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for model in ("listed-1", "listed-2"):
+        publish(registry, tmp_path, model)
+    monkeypatch.setattr(mlflow_registry, "_PAGE", 1)
+    with pytest.raises(NotFoundError, match="listed-2 has no version '7'") as caught:
+        registry.version("listed-2", "7")
+    assert caught.value.remedy == "Newest: 1"
+
+
 def test_registry_with_unknown_or_invalid_name_raises_user_error(
     registry: MlflowRegistry, tmp_path: Path
 ) -> None:

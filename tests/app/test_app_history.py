@@ -14,6 +14,7 @@ from onnx_ops.app.results import (
     Summary,
     export_commit,
     find_base,
+    find_run_base,
     import_commits,
     read_base_branch,
     read_provenance,
@@ -86,6 +87,19 @@ def test_find_base_on_branch_returns_last_measured_common_commit(
     found = find_base(root, store, PIPELINE, "main")
     assert (found.branch, found.commit, found.why) == ("main", measured, "")
     assert (found.choices, found.evidence) == (summary(store).choices, (evidence_of(),))
+
+
+def test_find_run_base_without_given_base_uses_target_branch_of_pull_request(
+    root: Path, store: ContentStore
+) -> None:
+    def find(environ: dict[str, str], base: str = "") -> str | None:
+        found = find_run_base(root, store, PIPELINE, environ, base)
+        return None if found is None else found.branch
+
+    pull_request = {"GITHUB_BASE_REF": "main"}
+    assert find({}) is None
+    assert find(pull_request) == "main"
+    assert find(pull_request, "develop") == "develop"
 
 
 def test_find_base_on_recorded_commit_excludes_it_unless_files_are_changed(

@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -355,6 +356,18 @@ def test_command_with_unexpected_exception_exits_with_4(
     assert (document["error"], document["where"]) == ("InternalError", "onnx-ops judge")
     assert type(error).__name__ in document["why"]
     assert "test_cli.py" in document["why"]
+
+
+def test_run_in_pull_request_compares_with_target_branch_by_default(tmp_path: Path) -> None:
+    pipeline = Path("configs/pipelines/iris-onnx.yaml")
+    for name in (pipeline, "examples/models/iris.onnx"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        shutil.copyfile(ROOT / name, tmp_path / name)
+    (tmp_path / "onnx-ops.toml").touch()
+    run = ("run", pipeline, "--until", "data", "--json")
+    assert "comparisons" not in run_command(*run, cwd=tmp_path).parsed()
+    of_pull_request = run_command(*run, cwd=tmp_path, environ={"GITHUB_BASE_REF": "main"})
+    assert "comparisons" in of_pull_request.parsed()
 
 
 @pytest.mark.parametrize(("given", "meant"), [("prmote", "promote"), ("Gate", "gate"), ("zzz", "")])

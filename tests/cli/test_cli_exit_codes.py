@@ -16,7 +16,7 @@ from onnx_ops.cli.common import exit_after_steps, handle_errors, print_json
 from onnx_ops.cli.main import build_app
 from onnx_ops.errors import ServiceUnavailableError, UserError
 from onnx_ops.release.reconcile import StepReport
-from tests.release.release_scenes import begun
+from tests.release.release_scenes import begun, serving
 from tests.support.command import run_command
 
 QUIET = StepReport(endpoint="digits", did="", why="nothing to do", stable=True)
@@ -69,7 +69,21 @@ def test_rollout_status_watch_of_aborted_rollout_exits_with_1(
     with pytest.raises(typer.Exit) as ended:
         rollouts.rollout_status("digits", watch=True, interval="1s")
     assert ended.value.exit_code == 1
-    assert "the last one ended with abort" in " ".join(capfd.readouterr().out.split())
+    assert "last change of the version: abort: " in " ".join(capfd.readouterr().out.split())
+
+
+def test_rollout_status_after_first_deployment_mentions_no_ended_rollout(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    scene = serving("a")
+    monkeypatch.setattr(
+        "onnx_ops.app.context.open_project", lambda: SimpleNamespace(context=scene.context)
+    )
+    rollouts.rollout_status("digits")
+    assert " ".join(capfd.readouterr().out.split()) == (
+        "digits: no rollout in progress; last change of the version: first-deployment: "
+        "the first deployment gets 100 % of traffic immediately"
+    )
 
 
 def test_status_of_endpoint_without_supervisor_exits_with_4(

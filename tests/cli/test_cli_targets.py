@@ -52,6 +52,25 @@ def test_targets_lists_each_target_and_profile_with_status(project: Path) -> Non
     assert "'no-such-runtime'" in str(found["node"]["why"])
 
 
+def test_targets_with_environment_reports_packages_that_first_run_installs(project: Path) -> None:
+    environments = {
+        "pinned": "env: {requirements: [onnxruntime-openvino==1.24.1]}",
+        "unpinned": "env: {timeout: 60 s}",
+        "javascript": "runtime: node\nproviders: [wasm]\nenv: {timeout: 60 s}",
+        "shared": "env: {isolated: false}",
+    }
+    for name, text in environments.items():
+        (project / f"configs/targets/{name}.yaml").write_text(f"name: {name}\n{text}\n")
+    statuses = listed(project)
+    install = "the first run installs {} into a separate environment"
+    assert {name: (statuses[name]["here"], statuses[name]["why"]) for name in environments} == {
+        "pinned": (None, install.format("onnxruntime-openvino==1.24.1")),
+        "unpinned": (False, "the environment does not name the build of ONNX Runtime to measure"),
+        "javascript": (None, install.format("the packages of its runtime")),
+        "shared": (True, ""),
+    }
+
+
 def test_targets_marks_profiles_that_were_never_measured(project: Path) -> None:
     statuses = listed(project)
     measured = {name: statuses[name]["measured"] for name in profile_names()}

@@ -205,6 +205,13 @@ def test_describe_policy_lists_requests_each_step_needs(golden: Golden) -> None:
     assert not list(describe_policy(RolloutPolicy(steps=(0.1, 1.0)), frozenset()))
 
 
+def test_describe_policy_with_cold_start_guardrail_does_not_mention_percentiles() -> None:
+    policy = RolloutPolicy(
+        steps=(0.1, 1.0), guardrails=(Guardrail(name="errors"), Guardrail(name="cold_start"))
+    )
+    assert not list(describe_policy(policy, frozenset()))
+
+
 def test_metrics_source_that_counts_nothing_reports_only_its_own_problem(
     find_problems: FindProblems, pipeline_text: str
 ) -> None:

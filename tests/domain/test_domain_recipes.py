@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
@@ -9,6 +11,7 @@ from hypothesis import given
 from onnx_ops.domain.arithmetic import Arithmetic, detect_arithmetic
 from onnx_ops.domain.execution import Provider
 from onnx_ops.domain.quantization import (
+    METHODS,
     choose_reduce_range,
     choose_static_recipe,
     find_type_conflict,
@@ -127,3 +130,9 @@ def test_find_type_conflict_rejects_only_unusable_combinations(options: dict[str
     no_kernel = options.get("activations") == "int8" and options.get("weights") == "uint8"
     nonsense = options.get("activations") == "uint16" and options.get("reduce_range") is True
     assert bool(find_type_conflict(options)) is (no_kernel or nonsense)
+
+
+def test_methods_name_each_optimizer_of_onnx_ops() -> None:
+    points = entry_points(group="onnx_ops.optimizers")
+    own = {point.name for point in points if point.value.startswith("onnx_ops.")}
+    assert set(METHODS) == own

@@ -363,8 +363,17 @@ def test_publish_without_results_reports_error(
     runner.event({"before": "0" * 40})
     assert runner.step("publish") == 1
     assert "::error title=onnx-ops::" in capsys.readouterr().out
-    assert "could not be judged" in runner.summary()
+    assert "## onnx-ops: the commit has no valid results" in runner.summary()
     assert [check["conclusion"] for check in runner.github.checks] == ["action_required"]
+
+
+@pytest.mark.parametrize(("step", "verb"), [("evaluate", "judged"), ("release", "released")])
+def test_failed_step_names_itself_in_summary(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, step: str, verb: str
+) -> None:
+    monkeypatch.delenv("GITHUB_EVENT_PATH", raising=False)
+    assert runner.step(step) == 2
+    assert f"## onnx-ops: the commit could not be {verb}\n" in runner.summary()
 
 
 def _passed(**changes: Any) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from onnx_ops.domain.artifact import Manifest, digest_bytes
 from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.evidence import NAN_PROPERTY, ParityMeasurement, SourceLimits, TreeStructure
 from onnx_ops.domain.gate import ParityGate
+from onnx_ops.domain.input_values import InputValues
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.plan import Stage, StageKind
 from onnx_ops.domain.target import Target
@@ -519,6 +520,18 @@ def test_build_probes_of_free_batch_includes_groups_inside_and_outside_domain(
     inside = {name for name, probe in probes.items() if probe.inside}
     assert {"real", "range", "batches:257"} <= inside
     assert inside.isdisjoint({"missing", "infinite", "empty_batch"})
+
+
+def test_build_probes_without_rows_raises_user_error_without_remedy_for_declared_values(
+    tmp_path: Path,
+) -> None:
+    path = write_perceptron(tmp_path / "model.onnx")
+    with pytest.raises(UserError, match="there are no real samples") as caught:
+        build_probes(path, rows(0))
+    assert not caught.value.remedy
+    with pytest.raises(UserError, match="input 'x': its values are numbers") as caught:
+        build_probes(path, rows(4), {"x": InputValues(values=("a",))})
+    assert caught.value.remedy == "Declare values of the input's type."
 
 
 def test_build_probes_of_fixed_batch_uses_its_size_and_runs(tmp_path: Path) -> None:

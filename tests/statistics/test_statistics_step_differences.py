@@ -30,7 +30,9 @@ def rate(reference: Any, value: Any, form: Form = "same") -> float:
 
 
 PICTURE = make_picture()
+LARGER = make_picture(1, height=80, width=64)
 FLOATS = PICTURE.astype(np.float32) / 255
+SOUND = np.random.default_rng(0).integers(-32767, 32768, 4000)
 
 
 @pytest.mark.parametrize(
@@ -75,8 +77,15 @@ def test_rate_distance_of_different_values_exceeds_tolerance(reference: Any, val
         (PICTURE, PICTURE[:, ::-1], "flipped left to right"),
         (PICTURE, np.rot90(PICTURE), "rotated counterclockwise"),
         (PICTURE, FLOATS, "the candidate divides by 255"),
+        (PICTURE, PICTURE / 256, "the candidate divides by 256"),
+        (PICTURE / 127.5, PICTURE, "the source divides by 127.5"),
+        (SOUND / 32767, SOUND, "the source divides by 32767"),
+        (SOUND / 32768, SOUND, "the source divides by 32768"),
+        (FLOATS - [0.4, 0.5, 0.6], PICTURE, "mean or standard deviation"),
         (FLOATS, (FLOATS - [0.4, 0.5, 0.6]) / [0.2, 0.3, 0.4], "mean or standard deviation"),
-        (PICTURE, PICTURE.mean(axis=2), "grey"),
+        (PICTURE, PICTURE.mean(axis=2), "the candidate's picture is grey"),
+        (PICTURE[..., :1], LARGER, "the source's picture is grey"),
+        (PICTURE[..., :1], LARGER[..., 0], "size: (80, 64) instead of (60, 48, 1)"),
         (
             PICTURE[4:52, 4:44],
             PICTURE[7:55, 6:46],

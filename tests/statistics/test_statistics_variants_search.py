@@ -376,6 +376,23 @@ def test_assign_roles_gives_each_role_different_trial(golden: Golden) -> None:
     golden("reasons", same[1].reason)
 
 
+def test_assign_roles_with_uncertain_fastest_trial_gives_fast_to_certain_one() -> None:
+    def trial(time: float, margin: float, size: int) -> Trial:
+        ratio = Interval(estimate=time, low=time - margin, high=time + margin)
+        return Trial(recipe="r", drop=0.0, size_bytes=size, ratios={"cpu": ratio})
+
+    known = SearchState(
+        recipes=(),
+        budget=Budget(metric_drop=0.01),
+        export_bytes=SIZE,
+        trials=(trial(0.9, 0.2, 900), trial(0.95, 0.01, 800)),
+    )
+    (fast,) = assign_roles(known, "int8", ["fast"])
+    assert fast.trial == 1
+    (fast,) = assign_roles(replace(known, trials=known.trials[:1]), "int8", ["fast"])
+    assert fast.reason == "no model on the front is shown to be faster than fp32 (best: 0.9x)"
+
+
 def test_is_eligible_applies_size_and_p99_budgets() -> None:
     trial = Trial(recipe="r", drop=0.0, size_bytes=300, ratios={"cpu": RATIO}, p99={"cpu": 0.004})
     assert is_eligible(trial, Budget(size=300, p99=0.005))

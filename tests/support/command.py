@@ -28,7 +28,10 @@ PROGRAM = Path(sys.executable).with_name("onnx-ops")
 WIDTH = "80"
 """Columns of the output if there is no terminal."""
 
-_SETTINGS = ("ONNX_OPS_", "MLFLOW_", "PREFECT_")
+_SETTINGS = (
+    *("ONNX_OPS_", "MLFLOW_", "PREFECT_"),
+    *("GITHUB_BASE_", "CI_MERGE_REQUEST_", "SYSTEM_PULLREQUEST_"),
+)
 _MADE_ONCE = {
     "onnx_ops.app.context": ("load_tool",),
     "onnx_ops.adapters.azure": ("get_credential",),
@@ -92,7 +95,7 @@ def clean(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a command.
 
     It consists of `environ`, and of this process's variables without the settings of onnx-ops and
-    its services.
+    its services, and without the pull request of a CI service.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_SETTINGS)}
     return {**kept, "COLUMNS": WIDTH, **environ}

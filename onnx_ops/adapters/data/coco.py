@@ -207,16 +207,17 @@ def _read_box(
             where=where,
             remedy="Write the box as x, y, width, height.",
         )
-    right, bottom = (
-        _read_number(image, key, f"image {image['id']}", where) or math.inf
-        for key in ("width", "height")
-    )
+    limits = {
+        key: _read_number(image, key, f"image {image['id']}", where) for key in ("width", "height")
+    }
+    right, bottom = (limit or math.inf for limit in limits.values())
     outside = max(-x, -y, x + width - right, y + height - bottom)
     if outside > _OUTSIDE:
+        size = ", ".join(f"{key} {limit:g}" for key, limit in limits.items() if limit)
         raise UserError(
-            f"{place} has a box that extends beyond image {image['id']} of {right:g} x {bottom:g} "
-            f"pixels: {box}",
+            f"{place} has a box that extends beyond image {image['id']}: {box}",
             where=where,
+            why=f"the image has {size}" if size else "",
             remedy="Write the box as x, y, width, height, within the image.",
         )
     return [max(0.0, x), max(0.0, y), x + width, y + height]

@@ -367,22 +367,23 @@ def _header(npy: Any, stream: IO[bytes]) -> tuple[tuple[int, ...], bool, Any]:
 def _path(section: DataSection, root: Path) -> Path:
     if not isinstance(section, FileData):
         raise UserError("the data section has no `file: PATH`", where=type(section).__name__)
-    return _find_file(section.file, root)
+    path = _find_file(section.file, root)
+    if path.is_dir():
+        _require_rows(path, str(path))
+    return path
 
 
 def _find_file(name: str, root: Path) -> Path:
     """Return the path of a file or folder of the project.
 
     Raises:
-        NotFoundError: the path does not exist, or is a folder that is not accepted.
+        NotFoundError: the path does not exist.
     """
     try:
         path = (root / name).resolve()
     except (OSError, RuntimeError, ValueError) as error:
         # For example, the path has a loop of links or contains a null byte.
         raise NotFoundError("no such file", where=name, why=str(error)) from error
-    if os.path.isdir(path):
-        _require_rows(path, str(path))
     if os.path.exists(path):
         # Unlike `os.path.exists`, Path.exists of Python 3.11 raises OSError for a name that is too
         # long.

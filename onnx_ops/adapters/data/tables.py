@@ -12,6 +12,7 @@ import importlib
 import io
 import itertools
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,6 +122,8 @@ def read_table(
             table = _read_json(arrow, path, most_bytes)
         else:
             table = _read_csv(arrow, path, suffix, most_bytes)
+        names = table.column_names
+        _require_names(names, range(len(names)))
     except (arrow.ArrowException, OSError, EOFError, ValueError) as error:
         table_format = suffix.removeprefix(".").partition(".")[0].upper()
         raise UserError(
@@ -129,15 +132,6 @@ def read_table(
             why=quoted(error),
             remedy="" if suffix == ".parquet" else _describe_format(suffix),
         ) from error
-    names = table.column_names
-    if repeated := sorted({name for name in names if names.count(name) > 1}):
-        raise UserError(
-            f"the table repeats the column {repeated[0]!r}",
-            where=where,
-            remedy="Rename or remove one of the columns.",
-        )
-    if "" in names:
-        raise UserError(f"column {names.index('') + 1} of the table has no name", where=where)
     if not table.num_rows:
         raise UserError("the table has no rows", where=where, remedy="Write at least one row.")
     columns = dict(zip(names, table.columns, strict=True))
@@ -190,25 +184,38 @@ def _read_csv(arrow: Any, path: Path, suffix: str, most_bytes: int | None) -> An
     table = _parse_csv(arrow, source, size, dialect, most_bytes)
     if any(arrow.types.is_binary(kind) for kind in table.schema.types):
         raise ValueError(_describe_undecodable(source))
-    texts = _find_text_columns(arrow, table, source, dialect, most_bytes)
+    kept = _select_columns(table)
+    _require_names(table.column_names, kept)
+    texts = _find_text_columns(arrow, table.select(kept), source, dialect, most_bytes)
     if texts:
         table = _parse_csv(arrow, source, size, dialect, most_bytes, texts)
-    return _drop_unnamed(table)
+    return table.select(kept)
 
 
-def _drop_unnamed(table: Any) -> Any:
-    """Return the table without row labels, and without an empty last column.
+def _select_columns(table: Any) -> Sequence[int]:
+    """Return the indices of the columns without row labels, and without an empty last column.
 
     The first column contains row labels if it has no name or is called `Unnamed: 0`. A separator at
     the end of lines causes an empty last column.
     """
     names = table.column_names
-    if names[0] in _INDEX_NAMES and len(names) > 1:
-        table = table.remove_column(0)
-    last = table.num_columns - 1
-    if table.column_names[last] == "" and last and table.column(last).null_count == table.num_rows:
-        table = table.remove_column(last)
-    return table
+    last = len(names) - 1
+    first = 1 if names[0] in _INDEX_NAMES and last else 0
+    if names[last] == "" and last > first and table.column(last).null_count == table.num_rows:
+        last -= 1
+    return range(first, last + 1)
+
+
+def _require_names(names: Sequence[str], kept: Sequence[int]) -> None:
+    """Raise ValueError if a column in `kept` has no name, or the name of another column."""
+    counts = Counter(names)
+    for index in kept:
+        if not names[index]:
+            raise ValueError(f"column {index + 1} has no name")
+        if counts[names[index]] > 1:
+            raise ValueError(
+                f"the table repeats the column {names[index]!r}; rename or remove one of them"
+            )
 
 
 def _read_head(path: Path) -> bytes:

@@ -578,6 +578,8 @@ class ReplicaEndpoints(EndpointProvider):
 
     def _check_clocks(self, config: EndpointConfig) -> Finding:
         live = [one for one in self.list_replicas(config) if one.is_live]
+        if not live:
+            return False, "not compared: no replica reports", "Start the replicas."
         apart = [
             f"{one.status.replica} by {one.ahead_s:+.0f} s"
             for one in live

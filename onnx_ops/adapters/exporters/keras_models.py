@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import inspect
 import json
+import os
 import warnings
 import zipfile
 from collections.abc import Collection, Iterator, Mapping
@@ -24,6 +25,33 @@ _UNBUILT = "Model .* had a build config, but the model cannot be built"
 
 Keras issues this warning if it recreates a subclassed model, but cannot build it.
 """
+
+
+_EXPORTERS = {"tensorflow": "tensorflow", "torch": "keras"}
+"""Exporter of the models of each backend of Keras."""
+
+
+def import_keras(backend: str) -> Any:
+    """Import Keras with a backend.
+
+    Keras chooses its backend when it is first imported.
+
+    Raises:
+        UserError: Keras already uses another backend.
+    """
+    os.environ.setdefault("KERAS_BACKEND", backend)
+    keras = importlib.import_module("keras")
+    used = keras.backend.backend()
+    if used != backend:
+        other = (
+            f" For {used}, set export.framework: {_EXPORTERS[used]}." if used in _EXPORTERS else ""
+        )
+        raise UserError(
+            f"Keras uses the backend {used}, not {backend}",
+            where="export.framework",
+            remedy=f"Set KERAS_BACKEND={backend} before Keras is imported.{other}",
+        )
+    return keras
 
 
 def load_keras(file: Path) -> Any:
@@ -124,11 +152,9 @@ def _names_parameters(model: Any, names: Collection[str]) -> bool:
     This is so if a parameter has the name of an input, or if `call` requires several arguments.
     """
     parameters = [
-        p for name, p in inspect.signature(model.call).parameters.items() if name not in _CONTEXT
-    ]
-    required = [
         p
-        for p in parameters
-        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+        for name, p in inspect.signature(model.call).parameters.items()
+        if name not in _CONTEXT and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
+    required = [p for p in parameters if p.default is p.empty]
     return len(required) > 1 or any(p.name in names for p in parameters)

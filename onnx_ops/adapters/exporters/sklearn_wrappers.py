@@ -323,7 +323,10 @@ def _list_affine(scale: Any, offset: Any) -> tuple[Step, ...]:
 
 
 _SCALERS: Mapping[str, Callable[[Any], tuple[Step, ...]]] = {
-    "StandardScaler": lambda scaler: _list_affine(scaler.scale_, scaler.mean_),
+    # `mean_` is an array even with `with_mean=False`; `scale_` is None with `with_std=False`.
+    "StandardScaler": lambda scaler: _list_affine(
+        scaler.scale_, scaler.mean_ if scaler.with_mean else None
+    ),
     "RobustScaler": lambda scaler: _list_affine(
         scaler.scale_ if scaler.with_scaling else None,
         scaler.center_ if scaler.with_centering else None,

@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops.adapters.exporters.input_binding import bind_call, check_names
-from onnx_ops.adapters.exporters.keras_models import call_keras, check_keras_inputs, load_keras
+from onnx_ops.adapters.exporters.keras_models import (
+    call_keras,
+    check_keras_inputs,
+    import_keras,
+    load_keras,
+)
 from onnx_ops.adapters.exporters.signature import (
     Precision,
     check_opset,
@@ -60,8 +65,9 @@ class TensorflowExporter(Exporter):
 
     def save(self, model: object, folder: Path) -> None:
         """Save a Keras model as `.keras`, or a `tf.Module` as a SavedModel."""
-        tf, module = import_tensorflow(), importlib.import_module("keras")
-        if isinstance(model, module.Model):
+        tf, keras = import_tensorflow(), importlib.import_module("keras")
+        if isinstance(model, keras.Model):
+            import_keras("tensorflow")
             model.save(folder / KERAS_FILE)
         elif isinstance(model, tf.Module):
             tf.saved_model.save(model, str(folder))
@@ -78,7 +84,7 @@ class TensorflowExporter(Exporter):
 
         Raises:
             NotFoundError: the folder contains neither a SavedModel nor exactly one `.keras` file.
-            UserError: the model cannot be loaded.
+            UserError: the model cannot be loaded, or Keras uses another backend than TensorFlow.
         """
         files = sorted(folder.glob("*.keras"))
         if len(files) != 1 and not (folder / SAVED_MODEL).is_file():
@@ -91,6 +97,7 @@ class TensorflowExporter(Exporter):
         tf = import_tensorflow()
         try:
             if len(files) == 1:
+                import_keras("tensorflow")
                 return load_keras(files[0])
             return tf.saved_model.load(str(folder))
         except (ValueError, TypeError, OSError, ImportError) as error:

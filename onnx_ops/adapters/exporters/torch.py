@@ -10,7 +10,6 @@ import copy
 import importlib
 import io
 import logging
-import os
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -18,7 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from onnx_ops.adapters.exporters.input_binding import CallBinding, bind_call
-from onnx_ops.adapters.exporters.keras_models import call_keras, check_keras_inputs, load_keras
+from onnx_ops.adapters.exporters.keras_models import (
+    call_keras,
+    check_keras_inputs,
+    import_keras,
+    load_keras,
+)
 from onnx_ops.adapters.exporters.signature import (
     Precision,
     check_section,
@@ -491,7 +495,6 @@ def _quiet() -> Iterator[None]:
 
 
 KERAS_FILE = "model.keras"
-KERAS_BACKEND = "torch"
 
 
 class KerasExporter(TorchExporter):
@@ -504,7 +507,7 @@ class KerasExporter(TorchExporter):
 
     def save(self, model: object, folder: Path) -> None:
         """Write the model as `.keras`."""
-        keras = _keras()
+        keras = import_keras("torch")
         if not isinstance(model, keras.Model):
             raise UserError(
                 f"{type(model).__name__} is not a keras.Model",
@@ -515,7 +518,7 @@ class KerasExporter(TorchExporter):
 
     def load(self, folder: Path) -> object:
         """Load the only `.keras` file of a folder as a PyTorch module."""
-        _keras()
+        import_keras("torch")
         return load_keras(find_file_with_suffix(folder, ".keras")).eval()
 
     def _call(self, module: Any, rows: Mapping[str, Any]) -> Any:
@@ -526,29 +529,6 @@ class KerasExporter(TorchExporter):
         return (
             model if len(request.samples) == 1 else _wrap(model, tuple(request.samples), self._call)
         )
-
-
-def _keras() -> Any:
-    """Import Keras with the PyTorch backend.
-
-    Keras chooses its backend when it is first imported. A value of KERAS_BACKEND is not changed.
-
-    Raises:
-        UserError: Keras uses another backend.
-    """
-    os.environ.setdefault("KERAS_BACKEND", KERAS_BACKEND)
-    keras = importlib.import_module("keras")
-    if keras.backend.backend() != KERAS_BACKEND:
-        remedy = (
-            "Set KERAS_BACKEND=torch before Keras is imported. "
-            "With KERAS_BACKEND=tensorflow, set export.framework: tensorflow."
-        )
-        raise UserError(
-            f"Keras uses the backend {keras.backend.backend()}, not torch",
-            where="export.framework",
-            remedy=remedy,
-        )
-    return keras
 
 
 TRANSFORMERS_CONFIG = "config.json"

@@ -18,6 +18,7 @@ from onnx_ops.adapters.isolation.crash_guard import (
     run_guarded,
 )
 from onnx_ops.adapters.optimizers.library import (
+    KEEP_SOURCE,
     Names,
     check_interface,
     convert_failures,
@@ -41,7 +42,6 @@ from onnx_ops.ports.optimize import OptimizeRequest
 from onnx_ops.scratch import Scratch
 
 _TOOLS = ("onnxruntime", "onnx")
-_LEAVE_OUT = "Leave this variant out of `quantize`."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ class GraphOptimizer(Optimizer):
         with Scratch() as folder, suppress_output():
             result = folder / "result.onnx"
             with convert_failures(
-                "ONNX Runtime cannot optimize the graph", request.section.name, _LEAVE_OUT
+                "ONNX Runtime cannot optimize the graph", request.section.name, KEEP_SOURCE
             ):
                 ort = importlib.import_module("onnxruntime")
                 options = ort.SessionOptions()
@@ -162,13 +162,12 @@ class ShapeOptimizer(Optimizer):
             hint = (
                 f"dims may name {', '.join(sorted(known))}."
                 if known
-                else "The model has no free dimension apart from the batch axis: leave this "
-                "variant out of `quantize`."
+                else f"The model has no free dimension apart from the batch axis. {KEEP_SOURCE}"
             )
             raise UserError(what, where=where, remedy=hint)
         library = importlib.import_module("onnxruntime.tools.onnx_model_utils")
         del model.graph.value_info[:]
-        with convert_failures("the shapes cannot be fixed", request.section.name, _LEAVE_OUT):
+        with convert_failures("the shapes cannot be fixed", request.section.name, KEEP_SOURCE):
             for name, size in dims.items():
                 library.make_dim_param_fixed(model.graph, name, size)
         write_model(model, request.path)
@@ -235,10 +234,7 @@ class _CleanupOptimizer(Optimizer):
             try:
                 run_guarded(type(self).clean, request.source, result, chosen, timeout=self._timeout)
             except ProcessCrashError as crash:
-                remedy = (
-                    "Leave this variant out of `quantize`, "
-                    f"or name other passes in options.{self.option}."
-                )
+                remedy = f"{KEEP_SOURCE} Or name other passes in options.{self.option}."
                 raise StageError(
                     f"{self.tool} failed", where=where, why=crash.explanation, remedy=remedy
                 ) from None

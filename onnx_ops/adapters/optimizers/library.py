@@ -64,7 +64,7 @@ _QUANTIZED = frozenset(
 _INNER = "in a subgraph or function, which the quantizer did not rewrite"
 _COMPUTED = "no constant weights"
 _FLOAT32_ONLY = "only float32 is quantized"
-_KEEP_SOURCE = "Use the model as it is. In a pipeline, leave this variant out of `quantize`."
+KEEP_SOURCE = "Use the model as it is. In a pipeline, leave this variant out of `quantize`."
 
 
 @contextlib.contextmanager
@@ -113,7 +113,7 @@ def check_interface(source: Path, derived: Path, tool: str, where: str) -> None:
                 f"{tool} changed the model's {side}",
                 where=where,
                 why=f"the {side} changed from {list(map(str, old))} to {list(map(str, new))}",
-                remedy=_KEEP_SOURCE,
+                remedy=KEEP_SOURCE,
             )
 
 
@@ -201,7 +201,7 @@ def _choose_remedy(reasons: Set[str], source: Any) -> str:
             "Quantizers ignore weights in functions; "
             "inline the functions: onnx.inliner.inline_local_functions(model)."
         )
-    return _KEEP_SOURCE
+    return KEEP_SOURCE
 
 
 BATCH = 16

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from onnx_ops.adapters.optimizers.library import (
     CALIBRATION_REMEDY,
+    KEEP_SOURCE,
     BatchReader,
     Names,
     build_exclusion_error,
@@ -85,7 +86,7 @@ class WeightOnlyQuantizer(Optimizer):
             convert_failures(
                 "the weights cannot be stored in fewer bits",
                 request.section.name,
-                "Leave this variant out of `quantize`.",
+                KEEP_SOURCE,
             ),
         ):
             derived = _narrowed(model, request, options, algorithm)

@@ -443,22 +443,18 @@ class MlflowRegistry:
                 return client.get_model_version(model, version)
         except NotFoundError as error:
             what = f"{model} has no version {version!r}"
-            with self._mlflow.session(f"model {model}") as client:
-                models = [
-                    entry.name for entry in client.search_registered_models(max_results=_PAGE)
-                ]
-                if model not in models:
-                    what = f"no model is called {model!r}"
-                    remedy = suggest(
-                        model, models, f"Registered: {', '.join(models[:10]) or 'none'}"
-                    )
-                elif version in (aliases := self.aliases(model)):
-                    remedy = f"{version!r} is an alias: name its version {aliases[version]} instead"
-                else:
+            models = self.all_aliases()
+            if model not in models:
+                what = f"no model is called {model!r}"
+                registered = ", ".join(list(models)[:10]) or "none"
+                remedy = suggest(model, models, f"Registered: {registered}")
+            elif version in (aliases := models[model]):
+                remedy = f"{version!r} is an alias: name its version {aliases[version]} instead"
+            else:
+                with self._mlflow.session(f"model {model}") as client:
                     newest = client.search_model_versions(f"name = '{model}'", max_results=10)
-                    remedy = (
-                        f"Newest: {', '.join(str(entry.version) for entry in newest) or 'none'}"
-                    )
+                    shown = ", ".join(str(entry.version) for entry in newest) or "none"
+                remedy = f"Newest: {shown}"
             raise NotFoundError(what, where=self._mlflow.shown, remedy=remedy) from error
 
 

@@ -27,8 +27,8 @@ For other changes, the weighted share (see `_search_hypotheses`) can be twice as
 """
 _SHIFTS = 24
 """Maximum number of rows or columns of a shift that is searched for."""
-_SCALES = {255.0: "255", 256.0: "256", 127.5: "127.5", 32768.0: "32768", 32767.0: "32767"}
-"""Usual divisors of pixels and sound samples, with their texts."""
+_SCALES = (255.0, 256.0, 127.5, 32768.0, 32767.0)
+"""Usual divisors of pixels and sound samples."""
 
 _LAYOUTS = {
     (2, 0, 1): "layout: the source has channels first (CHW), the candidate last (HWC)",
@@ -200,13 +200,12 @@ def _name_line(gain: float, offset: float, largest: float) -> str:
     if gain <= 0.0:
         return f"values: source = {gain:.4g} x candidate + {offset:.4g}"
     is_shifted = abs(offset) > 1e-3 * (largest or 1.0)
-    for scale, name in _SCALES.items():
-        if abs(gain * scale - 1.0) < 0.01:
-            side = f"scale: the source divides by {name}, the candidate does not"
-            return f"{side}; offset {offset:.4g}" if is_shifted else side
-        if abs(gain / scale - 1.0) < 0.01:
-            side = f"scale: the candidate divides by {name}, the source does not"
-            return f"{side}; offset {offset:.4g}" if is_shifted else side
+    divided, other = ("candidate", "source") if gain > 1.0 else ("source", "candidate")
+    ratio = max(gain, 1.0 / gain)
+    scale = min(_SCALES, key=lambda scale: abs(ratio / scale - 1.0))
+    if abs(ratio / scale - 1.0) < 0.01:
+        side = f"scale: the {divided} divides by {scale:g}, the {other} does not"
+        return f"{side}; offset {offset:.4g}" if is_shifted else side
     if abs(gain - 1.0) < 1e-4:
         return f"offset: source = candidate + {offset:.4g}" if is_shifted else ""
     text = f"scale: source = {gain:.5g} x candidate"
@@ -227,10 +226,6 @@ def _fit_channels(left: Floats, right: Floats) -> tuple[tuple[str, ...], float]:
             ]
         )
     )
-    gains = [gain for gain, _ in lines]
-    scale = _name_line(float(np.mean(gains)), 0.0, 1.0)
-    if scale and max(gains) - min(gains) < 0.01 * abs(gains[0]):
-        return (scale,), residual
     shown = ", ".join(f"{gain:.4g} x candidate + {offset:.4g}" for gain, offset in lines)
     return (f"mean or standard deviation: by channel, source = {shown}",), residual
 
@@ -278,14 +273,18 @@ def _name(match: ResizeMatch) -> str:
 def _explain_shape(left: Floats, right: Floats) -> str:
     if left.ndim == right.ndim == 1 and min(left.size, right.size) >= 16:
         return _explain_length(left, right)
-    channels = find_channel_axis(left.shape), find_channel_axis(right.shape)
-    if left.ndim == 3 and right.ndim == 2:
-        return "channels: the candidate's picture is grey"
-    if left.ndim == 2 and right.ndim == 3:
-        return "channels: the source's picture is grey"
-    if None not in channels and left.shape[channels[0] or 0] != right.shape[channels[1] or 0]:
-        return f"channels: {right.shape} instead of {left.shape}"
-    return f"size: {right.shape} instead of {left.shape}"
+    channels = _count_channels(left.shape), _count_channels(right.shape)
+    if None in channels or channels[0] == channels[1]:
+        return f"size: {right.shape} instead of {left.shape}"
+    if 1 in channels:
+        return f"channels: the {'source' if channels[0] == 1 else 'candidate'}'s picture is grey"
+    return f"channels: {right.shape} instead of {left.shape}"
+
+
+def _count_channels(shape: tuple[int, ...]) -> int | None:
+    """Return the number of colors of a picture; None if the array is no picture."""
+    axis = find_channel_axis(shape)
+    return shape[axis] if axis is not None else 1 if len(shape) == 2 else None
 
 
 def _explain_length(left: Floats, right: Floats) -> str:

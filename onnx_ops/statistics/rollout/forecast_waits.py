@@ -184,9 +184,9 @@ class WaitSimulation:
         clumps = self.epoch.measure_clumps(share) if is_drawn else 1.0
         times = wait_for_count(step.minimum, rate, clumps, chances) / self.rates
         yield SimulatedWait("requests", step.minimum, times, rate)
-        if self.cadence.source == "percentiles" and self._has_latency():
+        if self.cadence.source == "percentiles" and self.policy.has_latency:
             yield self._wait_for_percentiles(rate, chances)
-        elif self._has_latency():
+        elif self.policy.has_latency:
             timed = rate * self._find_compared(share)
             warm = WARM_UP_REQUESTS if is_drawn and self._is_first(index) else 0
             needed = step.minimum + warm
@@ -225,11 +225,11 @@ class WaitSimulation:
         """Return the wait for units, which are counted at the ends of whole epochs."""
         step, needed, epoch_s = self.steps[index], self.policy.min_units, self.policy.epoch
         share = step.percent / 100
-        compared = self._find_compared(share) if self._has_latency() else 1.0
+        compared = self._find_compared(share) if self.policy.has_latency else 1.0
         per_epoch = self.epoch.units * share * compared
         spread = self.epoch.measure_unit_spread(share * compared)
         epochs = wait_for_count(needed, per_epoch, spread, self._chances[index]) / self.rates
-        if self._has_latency():
+        if self.policy.has_latency:
             epochs = epochs + self.count_warm_epochs(index)
         whole = np.maximum(1.0, np.ceil(epochs - 1e-9))
         times = (self.offsets[index] + whole) * epoch_s + self.cadence.lag_s
@@ -248,9 +248,6 @@ class WaitSimulation:
     def _is_first(self, index: int) -> bool:
         """Return whether a step is the first one in which the candidate gets traffic."""
         return not any(step.percent for step in self.steps[:index])
-
-    def _has_latency(self) -> bool:
-        return any(rail.name not in ("errors", "cold_start") for rail in self.policy.guardrails)
 
     def _find_compared(self, share: float) -> float:
         """Return the share of the candidate's requests whose latency is compared."""

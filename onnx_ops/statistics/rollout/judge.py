@@ -585,10 +585,7 @@ def describe_policy(policy: RolloutPolicy, capabilities: frozenset[str]) -> Iter
                 f"{100 * rate:g}%; with min_requests {step.minimum:,}, these are about "
                 f"{in_all:,} requests in total"
             )
-    if (
-        any(rail.name != "errors" for rail in policy.guardrails)
-        and "exceedances" not in capabilities
-    ):
+    if policy.has_latency and "exceedances" not in capabilities:
         yield (
             "latency is judged by percentiles: the metrics source does not count requests over "
             "a threshold"

@@ -409,7 +409,9 @@ def assign_roles(
             f"; not all recipes were tried: {unfinished}" if unfinished else ""
         )
         return tuple(FrontierSlot(role=role, reason=reason) for role in roles)
-    fast = min(places, key=lambda n: (compute_time_ratio(trials[n]), n))
+    fast = min(
+        places, key=lambda n: (not _is_shown_faster(trials[n]), compute_time_ratio(trials[n]), n)
+    )
     taken: dict[Role, int] = {}
     slots = []
     for role in roles:
@@ -421,6 +423,11 @@ def assign_roles(
             taken[role] = place
         slots.append(FrontierSlot(role=role, trial=place, reason=why))
     return tuple(slots)
+
+
+def _is_shown_faster(trial: Trial) -> bool:
+    """Return whether a trial is faster than fp32 with confidence on at least one target."""
+    return any(ratio.high < 1 for ratio in trial.ratios.values())
 
 
 def _was_measured(trial: Trial) -> bool:
@@ -446,18 +453,16 @@ def _find_trial(
 ) -> tuple[int | None, str]:
     """Return the trial for a role, or the reason why there is none.
 
-    `rival` is True if the role `fast` is assigned too.
+    `fast` is the fastest trial that is faster than fp32 with confidence; without such a trial, it
+    is the fastest one. `rival` is True if the role `fast` is assigned too.
     """
     fastest = state.trials[fast]
-    is_faster = any(ratio.high < 1 for ratio in fastest.ratios.values())
+    is_faster = _is_shown_faster(fastest)
     beside = fast if is_faster and rival else None
     match role:
         case "fast":
             best_ratio = f"{compute_time_ratio(fastest):.3g}x"
-            why = (
-                "the fastest variant within the budget is not shown to be faster than fp32 "
-                f"({best_ratio})"
-            )
+            why = f"no model on the front is shown to be faster than fp32 (best: {best_ratio})"
             return (fast, "") if is_faster else (None, why)
         case "small":
             return _find_smallest(state, places, beside)
@@ -508,7 +513,7 @@ def _find_most_exact(
     return (
         None,
         (
-            "no model on the front is notably more exact than the fastest, which loses "
+            "no model on the front is notably more exact than the `fast` variant, which loses "
             f"{100 * lost:.2g} points"
         ),
     )
