@@ -73,7 +73,8 @@ def rollout_status(
 ) -> None:
     """Show the steps of a rollout, its metrics and what it waits for.
 
-    Exit code with --watch: 1 if the watched rollout is rolled back.
+    Exit code with --watch: 1 if the rollout was rolled back. Without a rollout in progress, this is
+    the last one.
 
     Example: onnx-ops rollout status digits-cnn --watch
     """
@@ -81,18 +82,19 @@ def rollout_status(
 
     pause_s, context = parse_duration(interval, "--interval"), open_project().context
     view = read_rollout_view(context, endpoint)
-    if not watch or view is None:
-
-        def report() -> None:
-            console().print(_describe_end(context, endpoint)[0] if view is None else _render(view))
-
-        print_result(lambda: codec.to_json(view), report, as_json=as_json)
+    if view is not None and not watch:
+        print_result(
+            lambda: codec.to_json(view), lambda: console().print(_render(view)), as_json=as_json
+        )
         return
-    _follow(context, view, pause_s, as_json=as_json)
+    if view is not None:
+        _follow(context, view, pause_s, as_json=as_json)
+    elif as_json:
+        print_json(None)
     text, was_rolled_back = _describe_end(context, endpoint)
     if not as_json:
         console().print(text)
-    if was_rolled_back:
+    if watch and was_rolled_back:
         raise typer.Exit(1)
 
 

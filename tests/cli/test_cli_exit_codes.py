@@ -72,6 +72,23 @@ def test_rollout_status_watch_of_aborted_rollout_exits_with_1(
     assert "last change of the version: abort: " in " ".join(capfd.readouterr().out.split())
 
 
+def test_rollout_status_of_ended_rollout_exits_with_1_only_with_watch(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A script that starts to watch late must not take the rollback for success."""
+    scene = begun()
+    scene.abort()
+    monkeypatch.setattr(
+        "onnx_ops.app.context.open_project", lambda: SimpleNamespace(context=scene.context)
+    )
+    rollouts.rollout_status("digits")
+    for as_json in (False, True):
+        with pytest.raises(typer.Exit) as ended:
+            rollouts.rollout_status("digits", watch=True, as_json=as_json)
+        assert ended.value.exit_code == 1
+    assert capfd.readouterr().out.splitlines()[-1] == "null"
+
+
 def test_rollout_status_after_first_deployment_mentions_no_ended_rollout(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
