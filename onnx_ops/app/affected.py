@@ -6,6 +6,7 @@ A pipeline depends on its files, targets, data, models, and the code that they i
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -50,8 +51,11 @@ def affected(project: Project, changed: Collection[str]) -> tuple[Affected, ...]
     for path in find_pipelines(root):
         name, problem = path.relative_to(root).as_posix(), ""
         try:
+            pipeline = check(project, path, static=True).pipeline
             rests_on = frozenset(
-                _list_sources(project, name, check(project, path, static=True).pipeline)
+                place
+                for source in _list_sources(project, name, pipeline)
+                for place in _locate(source, root)
             )
         except OnnxOpsError as error:
             rests_on, problem = frozenset((name, *changed)), str(error)
@@ -101,10 +105,10 @@ def changed_since(root: Path, base: str) -> frozenset[str]:
 
 
 def _list_sources(project: Project, name: str, pipeline: Pipeline) -> Iterator[str]:
-    """Yield the project's paths on which the results of the pipeline depend.
+    """Yield the paths on which the results of the pipeline depend.
 
-    A folder includes all files below it. For a large file, the repository can contain a pointer
-    file instead, such as `data.npz.dvc`.
+    Paths are absolute or relative to the project's root. A folder includes all files below it. For
+    a large file, the repository can contain a pointer file instead, such as `data.npz.dvc`.
     """
     root = project.settings.root
     yield from (name, FILE)
@@ -133,16 +137,14 @@ def _list_target_files(project: Project, pipeline: Pipeline) -> Iterator[str]:
 
     For each target, the path of its present file is yielded, and its path in the project.
     """
-    root = project.settings.root
-    targets = find_config_folder(root) / TARGETS
+    targets = find_config_folder(project.settings.root) / TARGETS
     yield from ((targets / f"{target}.yaml").as_posix() for target in pipeline.benchmark.targets)
     for target in pipeline.benchmark.targets:
         if (file := project.targets.path(target)) is not None:
-            yield _inside(str(file), root)
+            yield str(file)
         # The library of a missing package is not a file of the project.
         with contextlib.suppress(NotReadyError):
-            libraries = project.targets.load(target).custom_ops
-            yield from (_inside(library.path, root) for library in libraries)
+            yield from (library.path for library in project.targets.load(target).custom_ops)
 
 
 def _list_data_files(project: Project, pipeline: Pipeline) -> Iterator[str]:
@@ -188,6 +190,11 @@ def _list_system_files(root: Path, section: SystemComparison) -> Iterator[str]:
     yield from collect_user_code(references, root, section.depends).files
 
 
-def _inside(path: str, root: Path) -> str:
-    place = Path(path)
-    return place.relative_to(root).as_posix() if place.is_relative_to(root) else path
+def _locate(path: str, root: Path) -> Iterator[str]:
+    """Yield a path relative to the root, first as written and then with links resolved.
+
+    Paths outside the project are left out.
+    """
+    for place in map(Path, (os.path.normpath(root / path), os.path.realpath(root / path))):
+        if place.is_relative_to(root):
+            yield place.relative_to(root).as_posix()

@@ -6,6 +6,7 @@ The settings allow variables, paths and packages.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -15,6 +16,8 @@ from onnx_ops.printable import hide_secrets_of, show
 
 _REGISTERED = "models:/"
 _SETTINGS = "onnx-ops.toml"
+_GIT_ADDRESS = re.compile(r"[^/\\:]+@[^/\\:]+:.*|[A-Za-z][A-Za-z0-9+.-]+::.*")
+"""Addresses of git without `://`: `user@host:path`, and `transport::address`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +50,13 @@ class Reach:
         if text.startswith(_REGISTERED):
             return ""
         remedy = f"add its folder to allowed_paths in {_SETTINGS}"
-        if "://" in text:
+        if is_url(text):
             return self._explain_url(text, remedy)
         try:
             place = os.path.realpath(root / text)
         except ValueError:
             return f"'{shorten(text)}' contains a null byte; remove it"
-        folders = (root, *(root / folder for folder in self.paths if "://" not in folder))
+        folders = (root, *(root / folder for folder in self.paths if not is_url(folder)))
         if any(Path(place).is_relative_to(os.path.realpath(folder)) for folder in folders):
             return ""
         is_linked = os.path.normpath(root / text).startswith(f"{os.path.normpath(root)}{os.sep}")
@@ -69,7 +72,7 @@ class Reach:
         if ".." in text:
             remedy = f"write the URL without '..', and {remedy}"
         else:
-            prefixes = (prefix.rstrip("/") for prefix in self.paths if "://" in prefix)
+            prefixes = (prefix.rstrip("/") for prefix in self.paths if is_url(prefix))
             if any(text == prefix or text.startswith(f"{prefix}/") for prefix in prefixes):
                 return ""
         return f"'{shorten(show(text))}' is not in the project; {remedy}"
@@ -103,3 +106,8 @@ class Reach:
 
 
 PROJECT_ONLY = Reach()
+
+
+def is_url(text: str) -> bool:
+    """Return whether a text is a URL or another address of git, and not a path."""
+    return "://" in text or _GIT_ADDRESS.fullmatch(text) is not None

@@ -182,9 +182,9 @@ class DataSource(Plugin):
         return {}
 
     def list_dependencies(self, section: DataSection) -> Iterable[str]:
-        """Return the project's files whose change can change the data.
+        """Return the files whose change can change the data.
 
-        The files need not exist.
+        Paths are absolute or relative to the project's root. The files need not exist.
         """
         return ()
 

@@ -319,6 +319,16 @@ def test_list_dependencies_of_checked_out_data_returns_dvc_pointers(reads: DvcSo
     ]
 
 
+@pytest.mark.parametrize("repo", ["/", "/srv/shared", "..", "../../shared"])
+def test_list_dependencies_of_repository_outside_project_ends_at_its_root(
+    reads: DvcSource, repo: str
+) -> None:
+    names = list(reads.list_dependencies(section(repo=repo)))
+    assert names[0] == os.path.join(repo, "data/train.npz.dvc")
+    assert [Path(name).name for name in names].count(".dvc") == 0
+    assert "...dvc" not in names
+
+
 def test_load_dvc_file_by_concurrent_threads_returns_data_of_each_revision(
     repository: Repository, reads: DvcSource
 ) -> None:

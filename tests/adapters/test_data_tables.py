@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import subprocess
 import sys
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,18 @@ DECIMAL: dict[str, tuple[str, list[Any]]] = {"a": ("f", [1.5, 2.25]), "b": ("U",
             id="unsigned identifiers",
         ),
         pytest.param(
+            f'{{"a":{(1 << 64) - 1},"b":0.5}}\n{{"a":null,"b":{-(1 << 64)}}}\n',
+            "t.jsonl",
+            {"a": ("U", [str((1 << 64) - 1), ""]), "b": ("f", [0.5, -(2.0**64)])},
+            id="unsigned identifiers in JSON",
+        ),
+        pytest.param(
+            f'{{"a":{(1 << 63) + 1}}}\n{{"a":{1 << 63}.5}}\n',
+            "t.jsonl",
+            {"a": ("f", [2.0**63, 2.0**63])},
+            id="large fractions in JSON",
+        ),
+        pytest.param(
             f"a\n{(1 << 63) - 1}\n{-(1 << 63)}\n",
             "t.csv",
             {"a": ("i", [(1 << 63) - 1, -(1 << 63)])},
@@ -205,6 +218,22 @@ def test_load_parquet_with_unsigned_identifiers_keeps_their_digits(tmp_path: Pat
     pq.write_table(pa.table(columns), tmp_path / "t")
     loaded = load(tmp_path, (tmp_path / "t").read_bytes(), "t.parquet")
     assert loaded == {"id": ("U", [str(number) for number in ids]), "n": ("i", [5, 5])}
+
+
+def test_load_parquet_with_decimals_of_scale_zero_keeps_their_digits(tmp_path: Path) -> None:
+    columns = {
+        "large": pa.array([Decimal((1 << 64) - 1), Decimal(5)], pa.decimal128(20, 0)),
+        "gap": pa.array([Decimal((1 << 53) + 1), None], pa.decimal128(20, 0)),
+        "small": pa.array([Decimal((1 << 63) - 1), Decimal(5)], pa.decimal128(20, 0)),
+        "price": pa.array([Decimal("1.50"), Decimal(5)], pa.decimal128(20, 2)),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "t")
+    assert load(tmp_path, (tmp_path / "t").read_bytes(), "t.parquet") == {
+        "large": ("U", [str((1 << 64) - 1), "5"]),
+        "gap": ("U", [str((1 << 53) + 1), ""]),
+        "small": ("i", [(1 << 63) - 1, 5]),
+        "price": ("f", [1.5, 5]),
+    }
 
 
 def test_load_csv_with_one_long_string_limits_memory(tmp_path: Path) -> None:

@@ -66,6 +66,17 @@ class TestBoosted(ExporterSuite):
         return {"x": trained[1][::4]}
 
 
+@pytest.mark.parametrize(
+    ("package", "reason"), [("xgboost", "wrong shape"), ("lightgbm", r"0 sample\(s\)")]
+)
+def test_reference_of_empty_batch_raises_value_error_with_reason_of_library(
+    package: str, reason: str
+) -> None:
+    model, rows = fit(boosted(package), "iris")
+    with pytest.raises(ValueError, match=reason):
+        EXPORTERS[package].reference(model, {"x": rows[:0]}, "float32")
+
+
 @by_package
 @pytest.mark.parametrize("opset", [15, 18, 21])
 def test_export_boosted_trees_after_scaler_equals_source_for_all_rows(

@@ -232,11 +232,11 @@ def test_name_axes_names_axes_of_inputs_and_output_batch_that_inputs_share(
 
 
 @pytest.mark.parametrize(("opset", "nearest"), [(8, 9), (9, 9), (17, 17), (18, 17)])
-def test_check_opset_accepts_only_range_of_converter(opset: int, nearest: int) -> None:
+def test_check_opset_accepts_only_range_of_exporter(opset: int, nearest: int) -> None:
     section = Export(framework="keras", opset=opset)
     if opset == nearest:
-        check_opset(section, 9, 17, "tool")
+        check_opset(section, 9, 17)
     else:
-        with pytest.raises(UserError) as refused:
-            check_opset(section, 9, 17, "tool")
+        with pytest.raises(UserError, match="exporter keras accepts opsets 9 to 17") as refused:
+            check_opset(section, 9, 17)
         assert str(nearest) in refused.value.remedy

@@ -89,6 +89,54 @@ def test_affected_of_user_onnx_file_includes_its_external_data(
     assert touched(project, "models/m.onnx") == ("models/m.onnx",)
 
 
+@pytest.mark.parametrize(
+    "folder", ["data", "./data", "data/../data", "{root}/data", "../{root.name}/data"]
+)
+def test_affected_of_data_finds_file_however_its_path_is_written(
+    project: Project, folder: str
+) -> None:
+    root = project.settings.root
+    section = f"{{all: {{file: {folder.format(root=root)}/x.npz, inputs: {{x: x}}, label: y}}}}"
+    write(root, **{FILE: PIPELINE.replace("{all: {sklearn: iris}}", section), "data/x.npz": ""})
+    assert touched(project, "data/x.npz", "data/x.npz.dvc", "x.npz") == (
+        "data/x.npz",
+        "data/x.npz.dvc",
+    )
+
+
+def test_affected_of_data_behind_link_includes_link_and_its_file(project: Project) -> None:
+    root = project.settings.root
+    section = "{all: {file: latest.npz, inputs: {x: x}, label: y}}"
+    write(root, **{FILE: PIPELINE.replace("{all: {sklearn: iris}}", section), "data/x.npz": ""})
+    (root / "latest.npz").symlink_to("data/x.npz")
+    assert touched(project, "latest.npz", "data/x.npz") == ("data/x.npz", "latest.npz")
+
+
+@pytest.mark.parametrize(
+    ("repo", "expected"),
+    [
+        ("{root}", ("data/x.npz.dvc", "dvc.lock")),
+        ("../{root.name}", ("data/x.npz.dvc", "dvc.lock")),
+        ("{root.parent}/shared", ()),
+        ("../shared", ()),
+    ],
+)
+def test_affected_of_dvc_repository_includes_only_pointers_of_project(
+    project: Project, repo: str, expected: tuple[str, ...]
+) -> None:
+    root = project.settings.root
+    options = f"{{path: data/x.npz, repo: {repo.format(root=root)}}}"
+    section = f"{{all: {{source: dvc, options: {options}, inputs: {{x: x}}, label: y}}}}"
+    write(
+        root,
+        **{
+            FILE: PIPELINE.replace("{all: {sklearn: iris}}", section),
+            "onnx-ops.toml": 'targets = "fleet"\nallowed_paths = "../shared"\n',
+        },
+    )
+    assert touched(open_project(), "data/x.npz.dvc", "dvc.lock", "other.dvc") == expected
+
+
 def test_changed_since_commit_lists_changed_new_and_deleted_files(tmp_path: Path) -> None:
     write(tmp_path, same="", changed="", gone="", **{".gitignore": "ignored\n"})
     commit_all(tmp_path)

@@ -54,6 +54,8 @@ def test_explain_path_within_project_returns_empty_text(root: Path, text: str) -
         "http://example.org/x.onnx",
         "simplecache::file:///etc/passwd",
         "s3://bucket/x.onnx",
+        "git@example.org:acme/data.git",
+        "ssh::example.org/data.git",
     ],
 )
 def test_explain_path_outside_project_names_setting(root: Path, text: str) -> None:
@@ -77,6 +79,8 @@ def test_explain_path_with_null_byte_names_it(root: Path, text: str) -> None:
         ("s3://bucket/models", "s3://bucket/models-of-others/x.onnx", False),
         ("s3://bucket/models", "s3://bucket/models/../others/x.onnx", False),
         ("s3://bucket/models", "http://s3://bucket/models/x.onnx", False),
+        ("git@example.org:acme", "git@example.org:acme/data.git", True),
+        ("git@example.org:acme", "git@example.org:acme-of-others/data.git", False),
         ("/", "/etc/passwd", True),
     ],
 )

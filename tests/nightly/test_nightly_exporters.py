@@ -66,7 +66,7 @@ class TestTensorflow(ExporterSuite):
         self, exporter: IsolatedExporter, model: object, samples: Tensors, tmp_path: Path
     ) -> None:
         section = Export(framework=self.framework, opset=23)
-        with pytest.raises(UserError, match=r"writes opsets .*, not 23") as refused:
+        with pytest.raises(UserError, match=r"accepts opsets .*, not 23") as refused:
             exporter.export(
                 model, ExportRequest(section=section, samples=samples, path=tmp_path / "m.onnx")
             )

@@ -31,6 +31,7 @@ from onnx_ops.adapters.isolation.process import (
     build_interpreter_command,
 )
 from onnx_ops.config.binding import bind_options
+from onnx_ops.config.reach import is_url
 from onnx_ops.domain.execution import Environment
 from onnx_ops.domain.pipeline import DataSection, PluginData
 from onnx_ops.domain.quantities import Pattern
@@ -70,7 +71,6 @@ _FOLDER_SUFFIX = ".dir"
 """Suffix of the MD5 of a file that lists the files of a folder."""
 
 _MD5 = re.compile(r"[0-9a-f]{32}(\.dir)?")
-_SCP_LIKE = re.compile(r"[^/\\:]+@[^/\\:]+:.*|[A-Za-z][A-Za-z0-9+.-]+::.*")
 _GIT_VARIABLES = (
     "GIT_DIR",
     "GIT_WORK_TREE",
@@ -94,8 +94,8 @@ _LATE_REMEDY = (
 class DvcOptions:
     """Options of data in a DVC repository.
 
-    `path` is a file that DVC tracks, relative to `repo`. `repo` is a folder relative to
-    the project's root, or a URL.
+    `path` is a file that DVC tracks, relative to `repo`. `repo` is a folder or a URL. A relative
+    folder starts at the project's root.
 
     `rev` is a tag, branch or commit; empty for the commit of the checkout, or for the default
     branch of a URL. `remote` names the DVC remote; if it is empty, the remote of the pointer or
@@ -114,7 +114,7 @@ class DvcOptions:
     @property
     def is_url(self) -> bool:
         """Whether `repo` is a URL. A local copy of such a repository is stored."""
-        return "://" in self.repo or _SCP_LIKE.fullmatch(self.repo) is not None
+        return is_url(self.repo)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,15 +193,18 @@ class DvcSource(DataSource):
         }
 
     def list_dependencies(self, section: DataSection) -> Iterable[str]:
-        """Yield the possible pointer files; nothing for a URL or a pinned revision."""
+        """Yield the possible pointer files; nothing for a URL or a pinned revision.
+
+        These are the `.dvc` files of the path and of the folders above it, and the files `dvc.lock`
+        in these folders.
+        """
         options = _read_options(section)
         if options.is_url or options.rev:
             return
-        path = posixpath.normpath(posixpath.join(options.repo, options.path))
-        while path:
-            yield f"{path}.dvc"
-            path = posixpath.dirname(path)
-            yield posixpath.join(path, "dvc.lock")
+        path = PurePosixPath(posixpath.normpath(posixpath.join(options.repo, options.path)))
+        for place in (path, *path.parents):
+            if place.name not in ("", ".."):
+                yield from (f"{place}.dvc", str(place.parent / "dvc.lock"))
 
     def sample(self, section: DataSection, root: Path) -> Sample | None:
         """Read the first rows of the file in the checkout, without a check of its MD5.

@@ -102,7 +102,7 @@ def read_table(
     Each array has the shape (rows, 1). Whole numbers are int64, fractions are float32, and booleans
     are bool. Dates and identifiers are text, and categories have the type of their values.
     Identifiers are whole numbers with a leading zero or beyond int64, or beyond 53 bits in a column
-    with a missing value. In JSON Lines, whole numbers beyond int64 are read as float32.
+    with a missing value. Decimals of scale 0 are whole numbers.
 
     A missing value is NaN, which makes a column of numbers or booleans float32. In a column of
     text, it is the empty text. Texts are `np.str_`, or Python objects where a fixed width would
@@ -431,7 +431,9 @@ def _describe_undecodable(source: str | bytes) -> str:
 
 
 def _read_json(arrow: Any, path: Path, most_bytes: int | None) -> Any:
-    """Return the columns of a JSON Lines file; dates stay text.
+    """Return the columns of a JSON Lines file.
+
+    Dates stay text. Identifiers, which pyarrow reads as float64, become decimals.
 
     Raises:
         ValueError: the file is too large, or has too many columns.
@@ -460,12 +462,16 @@ def _read_json(arrow: Any, path: Path, most_bytes: int | None) -> Any:
     table = read()
     if table.num_columns > _MOST_COLUMNS:
         raise ValueError(f"it has {table.num_columns} columns; the limit is {_MOST_COLUMNS}")
-    dates = [field.name for field in table.schema if arrow.types.is_temporal(field.type)]
-    return (
-        read(arrow.schema([(name, arrow.string()) for name in dates])).select(table.column_names)
-        if dates
-        else table
-    )
+    names = table.column_names
+    if dates := [field.name for field in table.schema if arrow.types.is_temporal(field.type)]:
+        table = read(arrow.schema([(name, arrow.string()) for name in dates])).select(names)
+    for index, field in enumerate(table.schema):
+        if arrow.types.is_floating(field.type) and _exceeds_int64(arrow, table.column(index)):
+            # pyarrow refuses to read digits after the point as a decimal of scale 0.
+            with contextlib.suppress(arrow.ArrowInvalid):
+                exact = read(arrow.schema([(field.name, arrow.decimal128(38, 0))]))
+                table = table.set_column(index, field.name, exact.column(field.name))
+    return table
 
 
 def _read_parquet(arrow: Any, path: Path, most_bytes: int | None) -> Any:
@@ -521,17 +527,19 @@ def _convert_column(arrow: Any, column: Any, where: str) -> Array:
 def _cast_column(arrow: Any, column: Any) -> Any:
     """Return a column in types that the arrays support.
 
-    Categories become their values, dates and identifiers become text, and decimals become floats.
+    Categories become their values, and dates and identifiers become text. Other decimals become
+    int64 if their scale is 0, and float64 otherwise.
     """
     kinds = arrow.types
     if kinds.is_dictionary(column.type):
         column = column.cast(column.type.value_type)
     kind = column.type
     is_date = kinds.is_temporal(kind) and not kinds.is_duration(kind)
-    if is_date or (kinds.is_integer(kind) and _has_identifiers(column)):
+    is_whole = kinds.is_integer(kind) or (kinds.is_decimal(kind) and kind.scale == 0)
+    if is_date or (is_whole and _has_identifiers(column)):
         return column.cast(arrow.string())
     if kinds.is_decimal(kind):
-        return column.cast(arrow.float64())
+        return column.cast(arrow.int64() if is_whole else arrow.float64())
     return column
 
 

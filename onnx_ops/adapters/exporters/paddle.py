@@ -85,7 +85,7 @@ class PaddleExporter(Exporter):
         """Convert the saved program with paddle2onnx."""
         section = request.section
         check_section(section, request.samples)
-        check_opset(section, *OPSETS, "paddle2onnx")
+        check_opset(section, *OPSETS)
         source: Path = model.onnx_ops_file  # type: ignore[attr-defined]
         places = _find_places(model, request.samples)
         answer = _call(model, request.take(2))

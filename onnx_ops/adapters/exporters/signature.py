@@ -134,14 +134,15 @@ def convert_refusals(what: str, *kinds: type[Exception]) -> Iterator[None]:
         raise ValueError(f"{what} refuses these inputs: {quoted(error)}") from error
 
 
-def check_opset(section: Export, lowest: int, highest: int, tool: str) -> None:
-    """Refuse an opset that the converter does not write.
+def check_opset(section: Export, lowest: int, highest: int) -> None:
+    """Refuse an opset that the exporter does not accept.
 
     Without this check, some converters end the process.
     """
     if not lowest <= section.opset <= highest:
         raise UserError(
-            f"{tool} writes opsets {lowest} to {highest}, not {section.opset}",
+            f"exporter {section.framework} accepts opsets {lowest} to {highest}, "
+            f"not {section.opset}",
             where="export.opset",
             remedy=f"Set export.opset: {min(max(section.opset, lowest), highest)}.",
         )

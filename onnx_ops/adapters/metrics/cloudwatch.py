@@ -48,7 +48,7 @@ _MICROSECONDS = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloudWatchOptions(AwsAccess):
-    """Options of section `metrics`.
+    """Options of the metrics source `cloudwatch`.
 
     Omitted options of `AwsAccess` default to those of the endpoint.
     """

@@ -28,7 +28,7 @@ A server reports at most 32 MiB of closed epochs.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServersOptions:
-    """Options of the endpoint's section `metrics`."""
+    """Options of the metrics source `servers`."""
 
     urls: Annotated[tuple[str, ...], MinLen(1), doc("Addresses of the servers' admin listeners.")]
 
