@@ -6,7 +6,8 @@ A model is a path in the project, a version in MLflow (`models:/…`), a pinned 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,11 +67,12 @@ class UserSuppliedModels:
             return self.pinned.digest(place)
         if "://" in place:
             system, remote = _open(place)
-            infos = (
-                system.find(remote, detail=True)
-                if system.isdir(remote)
-                else {remote: system.info(remote)}
-            )
+            with _file_system_errors(place):
+                infos = (
+                    system.find(remote, detail=True)
+                    if system.isdir(remote)
+                    else {remote: system.info(remote)}
+                )
             versions = {
                 name: {
                     key: str(info[key]) for key in _VERSION_OF_A_FILE if info.get(key) is not None
@@ -104,15 +106,12 @@ class UserSuppliedModels:
             return self._path(place)
         system, remote = _open(place)
         target = scratch / (Path(urlsplit(place).path).name or "model")
-        try:
+        with _file_system_errors(place):
             if system.isdir(remote):
                 system.get(remote.rstrip("/") + "/", str(target) + "/", recursive=True)
             else:
                 scratch.mkdir(parents=True)
                 system.get_file(remote, str(target))
-        except Exception as error:  # Each fsspec file system raises its own types of exceptions.
-            what, why = "the model could not be fetched", describe_error(error)
-            raise ServiceUnavailableError(what, where=hide_secrets(place), why=why) from error
         return target
 
     def _path(self, place: str) -> Path:
@@ -137,19 +136,27 @@ def _open(url: str) -> tuple[Any, str]:
             where=hide_secrets(url),
             remedy="Use an address such as s3://, gs://, abfs:// or https://.",
         )
-    try:
+    with _file_system_errors(url):
         system, path = fsspec.core.url_to_fs(url)
         if system.exists(path):
             return system, path
-    except ImportError as error:
-        raise missing_package(
-            imported(error), where=f"model {hide_secrets(url)}", why=str(error)
-        ) from error
-    except Exception as error:  # Each fsspec file system raises its own types of exceptions.
-        what, why = "the location of the model cannot be accessed", describe_error(error)
-        raise ServiceUnavailableError(what, where=hide_secrets(url), why=why) from error
     raise NotFoundError(
         "no such model",
         where=hide_secrets(url),
         remedy="Check `model:`, and your permissions on its location.",
     )
+
+
+@contextmanager
+def _file_system_errors(url: str) -> Iterator[None]:
+    """Raise errors of a file system of fsspec as errors of this package."""
+    try:
+        yield
+    except ImportError as error:
+        raise missing_package(
+            imported(error), where=f"model {hide_secrets(url)}", why=str(error)
+        ) from error
+    except Exception as error:  # Each fsspec file system raises its own types of exceptions.
+        raise ServiceUnavailableError(
+            "the model cannot be read now", where=hide_secrets(url), why=describe_error(error)
+        ) from error

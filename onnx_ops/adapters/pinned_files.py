@@ -12,7 +12,6 @@ import hashlib
 import importlib
 import re
 import shutil
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -187,17 +186,17 @@ def _unpack(archive: Path, address: WebAddress) -> None:
     """Replace an archive by its files, none of which can be outside of its folder.
 
     Raises:
-        UserError: the file is not a whole archive, or is a tar archive with a path outside its
-            folder.
+        UserError: the file is not a whole archive, or is an encrypted one. Or it is a tar archive
+            with a path outside its folder.
     """
-    import tarfile
-
     try:
         # The filter refuses links and paths that lead out of the folder. From a zip file, shutil
         # unpacks no links, and leaves out absolute paths and paths with `..`.
         is_zip = archive.suffix == ".zip"
         shutil.unpack_archive(archive, archive.parent, filter=None if is_zip else "data")
-    except (OSError, shutil.ReadError, tarfile.TarError, EOFError, zlib.error) as error:
+    except Exception as error:
+        # For damaged archives, the standard library raises many types of exceptions, such as
+        # BadZipFile, LZMAError, NotImplementedError and RuntimeError.
         raise UserError(
             "the archive cannot be unpacked",
             where=f"{address.host}: {address.name}",

@@ -18,7 +18,10 @@ from onnx_ops.ports import Tree
 if TYPE_CHECKING:
     import onnx
 
-ENSEMBLES = ("TreeEnsembleClassifier", "TreeEnsembleRegressor")
+_FOREST = "TreeEnsemble"
+"""The operator that replaces the others in version 5 of `ai.onnx.ml`."""
+
+ENSEMBLES = ("TreeEnsembleClassifier", "TreeEnsembleRegressor", _FOREST)
 
 _MOST_WEIGHTS = 1 << 28
 """Maximum product of an ensemble's numbers of outputs and nodes.
@@ -28,6 +31,17 @@ A file can declare any number of outputs.
 
 _PARTS = ("treeids", "nodeids", "modes", "featureids", "values", "truenodeids", "falsenodeids")
 _LEAF, _AT_MOST, _BELOW = b"LEAF", b"BRANCH_LEQ", b"BRANCH_LT"
+
+_FOREST_PARTS = (
+    "modes",
+    "featureids",
+    "splits",
+    "truenodeids",
+    "trueleafs",
+    "falsenodeids",
+    "falseleafs",
+)
+_FOREST_MODES = {0: _AT_MOST, 1: _BELOW}
 
 
 class _Split(NamedTuple):
@@ -65,11 +79,13 @@ def read_trees(path: Path) -> tuple[Tree, ...]:
     Errors are those of `read_model`, and the following.
 
     Raises:
-        UserError: an ensemble is not well-formed or too large, or a split is not a comparison of a
-            feature with an upper limit.
+        UserError: an ensemble is a `TreeEnsemble`, is not well-formed or is too large. Or a split
+            is not a comparison of a feature with an upper limit.
     """
     where, trees = path.name, []
     for node in (node for node in read_model(path).graph.node if node.op_type in ENSEMBLES):
+        if node.op_type == _FOREST:
+            raise UserError(f"the trees of the operator {_FOREST} cannot be read", where=where)
         kind = "class" if node.op_type == ENSEMBLES[0] else "target"
         growing, nodes = _grow(node, where)
         outputs = _read_columns(
@@ -154,17 +170,19 @@ def _grow(node: onnx.NodeProto, where: str) -> tuple[dict[int, _Growing], int]:
         grown = growing.setdefault(tree, _Growing())
         if mode == _LEAF:
             grown.leaves[number] = {}
-        elif mode in (_AT_MOST, _BELOW):
-            limit = np.float32(threshold)
-            exact = limit if mode == _AT_MOST else np.nextafter(limit, np.float32(-np.inf))
-            grown.splits[number] = _Split(feature, float(exact), yes, no)
         else:
-            raise UserError(
-                f"a tree has a split of mode {mode.decode(errors='replace')}, which is not "
-                "supported",
-                where=where,
-            )
+            limit = _find_limit(mode, threshold, where)
+            grown.splits[number] = _Split(feature, limit, yes, no)
     return growing, len(columns[0])
+
+
+def _find_limit(mode: bytes, threshold: float, where: str) -> float:
+    """Return the largest float32 that takes the first branch of a split."""
+    if mode not in (_AT_MOST, _BELOW):
+        what = f"a tree has a split of mode {mode.decode(errors='replace')}, which is not supported"
+        raise UserError(what, where=where)
+    limit = np.float32(threshold)
+    return float(limit if mode == _AT_MOST else np.nextafter(limit, np.float32(-np.inf)))
 
 
 def _find_roots(nodes: Iterable[int], splits: Mapping[int, _Split]) -> list[int]:
@@ -173,9 +191,15 @@ def _find_roots(nodes: Iterable[int], splits: Mapping[int, _Split]) -> list[int]
 
 
 def _read_columns(node: onnx.NodeProto, names: Sequence[str], where: str) -> list[Sequence[Any]]:
-    from onnx import helper
+    from onnx import helper, numpy_helper
 
-    values: dict[str, Any] = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    values: dict[str, Any] = {
+        a.name: numpy_helper.to_array(a.t).ravel().tolist()
+        if a.type == a.TENSOR
+        else helper.get_attribute_value(a)
+        for a in node.attribute
+        if a.name in names
+    }
     columns = [values.get(name, ()) for name in names]
     if len({len(column) for column in columns}) != 1:
         raise UserError("the lists of a tree ensemble have different lengths", where=where)
@@ -239,9 +263,35 @@ def _read_splits(ensemble: onnx.NodeProto, where: str) -> list[dict[int, _Split]
     The result is empty if the ensemble cannot be read.
     """
     try:
+        if ensemble.op_type == _FOREST:
+            return _read_forest(ensemble, where)
         return [grown.splits for grown in _grow(ensemble, where)[0].values() if grown.splits]
     except UserError:
         return []
+
+
+def _read_forest(node: onnx.NodeProto, where: str) -> list[dict[int, _Split]]:
+    """Return the splits of each tree of a `TreeEnsemble`; -1 is any leaf."""
+    columns = _read_columns(node, [f"nodes_{part}" for part in _FOREST_PARTS], where)
+    splits = {}
+    for number, (kind, feature, threshold, *branches) in enumerate(zip(*columns, strict=True)):
+        limit = _find_limit(_FOREST_MODES.get(kind, b"%d" % kind), threshold, where)
+        yes, yes_is_leaf, no, no_is_leaf = branches
+        splits[number] = _Split(
+            feature, limit, -1 if yes_is_leaf else yes, -1 if no_is_leaf else no
+        )
+    trees = []
+    for root in _read_columns(node, ["tree_roots"], where)[0]:
+        tree: dict[int, _Split] = {}
+        waiting = [root]
+        while waiting:
+            number = waiting.pop()
+            # A damaged file can contain a cycle, so each split is taken once.
+            if number in splits:
+                tree[number] = split = splits.pop(number)
+                waiting += [split.low, split.high]
+        trees.append(tree)
+    return trees
 
 
 def _is_matrix_of_numbers(array: Any) -> bool:

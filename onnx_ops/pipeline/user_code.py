@@ -148,7 +148,9 @@ def _read_unpacked(path: Path) -> bytes:
     """Return a file's decompressed content; of an archive, its pickle and JSON files."""
     content = path.read_bytes()
     if zipfile.is_zipfile(path):
-        with contextlib.suppress(zipfile.BadZipFile, zlib.error), zipfile.ZipFile(path) as archive:
+        # For a damaged or encrypted archive, zipfile raises errors of many types. The file is then
+        # read as a plain one.
+        with contextlib.suppress(Exception), zipfile.ZipFile(path) as archive:
             named = [name for name in archive.namelist() if name.endswith((".pkl", ".json"))]
             content = b"\n".join(archive.read(name) for name in named)
     elif decompress := next(

@@ -254,7 +254,12 @@ def _compare_trees(a: Path, b: Path) -> TreeStructure | None:
 
     Return None unless the trees of both models can be read.
     """
-    return compare_trees(read_trees(b), read_trees(a)) if len(_list_tree_models(a, b)) > 1 else None
+    if len(_list_tree_models(a, b)) < 2:
+        return None
+    try:
+        return compare_trees(read_trees(b), read_trees(a))
+    except UserError:
+        return None
 
 
 def _find_structural_mismatches(

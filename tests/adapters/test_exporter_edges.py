@@ -24,10 +24,10 @@ from onnx_ops.domain.artifact import digest_file
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.errors import UserError
 from onnx_ops.onnx_graph.files import iterate_nodes, read_structure
-from onnx_ops.ports.export import Exporter
+from onnx_ops.ports.export import Exporter, ExportRequest
 from onnx_ops.testing.models import rows
 from tests.adapters import model_runs
-from tests.adapters.model_runs import reference, sk
+from tests.adapters.model_runs import piped, reference, sk
 
 SAMPLES = rows(60)
 X = SAMPLES["x"]
@@ -74,11 +74,6 @@ def test_export_with_wrong_setting_raises_user_error(
     ("exporter", "model", "message"),
     [
         (
-            SK,
-            lambda: sk("ensemble.RandomForestClassifier", 2).fit(X, np.eye(3)[CLASS]),
-            "several labels",
-        ),
-        (
             TORCH,
             lambda: importlib.import_module("torch").nn.Linear(3, 2),
             "types and shapes of the arrays",
@@ -101,6 +96,35 @@ def test_export_of_unsuitable_model_raises_user_error_with_cause(
 ) -> None:
     with pytest.raises(UserError, match=message):
         export(exporter, model(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: sk("ensemble.RandomForestClassifier", 2),
+        lambda: sk("neighbors.KNeighborsClassifier"),
+        lambda: sk("linear_model.RidgeClassifier"),
+        lambda: sk("neural_network.MLPClassifier", 2, max_iter=2),
+        lambda: sk("multiclass.OneVsRestClassifier", sk("linear_model.LogisticRegression")),
+        lambda: piped(sk("linear_model.RidgeClassifierCV")),
+        lambda: sk("multioutput.ClassifierChain", sk("linear_model.LogisticRegression")),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Stochastic Optimizer")
+def test_sklearn_export_of_classifier_with_several_labels_raises_user_error(
+    make: Callable[[], Any], tmp_path: Path
+) -> None:
+    model = make().fit(X, np.eye(3, dtype=np.int64)[CLASS])
+    with pytest.raises(UserError, match="predicts several labels"):
+        export(SK, model, tmp_path)
+
+
+def test_sklearn_export_with_first_row_that_model_refuses_succeeds(tmp_path: Path) -> None:
+    path, refused = tmp_path / "model.onnx", X.copy()
+    refused[0, 0] = np.nan
+    request = ExportRequest(section=Export(framework="sklearn"), samples={"x": refused}, path=path)
+    SK.export(sk("linear_model.LinearRegression").fit(X, CLASS), request)
+    assert path.is_file()
 
 
 def test_torch_reference_of_float32_only_module_in_float64_returns_none() -> None:

@@ -120,6 +120,24 @@ def test_user_model_that_is_missing_or_unreachable_raises_error_without_secrets(
     assert "secret" not in str(down.value)
 
 
+@pytest.mark.parametrize("operation", ["exists", "isdir", "find"])
+def test_user_model_digest_with_failing_file_system_raises_service_unavailable_error(
+    models: UserSuppliedModels, monkeypatch: pytest.MonkeyPatch, operation: str
+) -> None:
+    import fsspec
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError("403 Forbidden")
+
+    memory = fsspec.filesystem("memory")
+    memory.pipe("/refused/mine.onnx", b"model")
+    monkeypatch.setattr(type(memory), operation, refuse)
+    with pytest.raises(ServiceUnavailableError, match="403 Forbidden"):
+        models.digest("memory://refused")
+    monkeypatch.undo()
+    memory.rm("/refused", recursive=True)
+
+
 @pytest.mark.parametrize("place", ["s4://bucket/model.onnx", "zip://model.onnx::s4://bucket/a.zip"])
 def test_user_model_digest_of_address_with_unknown_scheme_raises_user_error(
     models: UserSuppliedModels, place: str

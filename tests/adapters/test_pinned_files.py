@@ -168,9 +168,9 @@ def _pack_tar(files: dict[str, bytes]) -> bytes:
     return packed.getvalue()
 
 
-def _pack_zip(files: dict[str, bytes]) -> bytes:
+def _pack_zip(files: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
     packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w") as archive:
+    with zipfile.ZipFile(packed, "w", compression) as archive:
         for name, data in files.items():
             archive.writestr(name, data)
     return packed.getvalue()
@@ -233,10 +233,39 @@ def test_fetch_of_invalid_archive_raises_user_error_or_skips_paths_outside_targe
         pinned.fetch(web.address("evil.tar.gz"))
     web.files["evil.zip"] = _pack_zip({"../../../evil": b"x", "good": b"y"})
     pinned.fetch(web.address("evil.zip"))
-    web.files["broken.zip"] = b"no archive"
-    with pytest.raises(UserError, match="the archive cannot be unpacked"):
-        pinned.fetch(web.address("broken.zip"))
     assert not list(tmp_path.rglob("evil"))
+
+
+def _set_zip_field(packed: bytes, offset: int, value: int) -> bytes:
+    """Change a field of the only file's two headers; `offset` is that of the local header."""
+    changed, central = bytearray(packed), packed.index(b"PK\1\2")
+    changed[offset] = changed[central + offset + 2] = value
+    return bytes(changed)
+
+
+_FILE = {"m.onnx": b"model" * 100}
+_DAMAGED = {
+    "not an archive.zip": b"no archive",
+    "changed content.zip": _pack_zip(_FILE).replace(b"model", b"other", 1),
+    "cut.zip": _pack_zip(_FILE)[:-10],
+    "changed lzma.zip": _pack_zip(_FILE, zipfile.ZIP_LZMA).replace(b"]\0\0\x80", b"\xff" * 4),
+    "encrypted.zip": _set_zip_field(_pack_zip(_FILE), 6, 1),
+    "unknown compression.zip": _set_zip_field(_pack_zip(_FILE), 8, 99),
+    "cut.tar.gz": _pack_tar(_FILE)[:-20],
+    "changed content.tgz": _pack_tar(_FILE)[:20] + b"\xff" * 40 + _pack_tar(_FILE)[60:],
+    "not an archive.tar": b"no archive",
+}
+
+
+@pytest.mark.parametrize("name", _DAMAGED)
+def test_fetch_of_damaged_or_encrypted_archive_raises_user_error(
+    web: WebFiles, pinned: PinnedFiles, name: str
+) -> None:
+    file = name.replace(" ", "-")
+    web.files[file] = _DAMAGED[name]
+    with pytest.raises(UserError, match="the archive cannot be unpacked"):
+        pinned.fetch(web.address(file))
+    assert pinned.find(web.address(file)) is None
 
 
 def test_load_of_invalid_or_missing_test_data_raises_user_error(

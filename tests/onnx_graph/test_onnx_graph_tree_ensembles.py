@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from onnx import helper
+from onnx import helper, numpy_helper
 
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.adapters.runtimes.onnxruntime import OnnxRuntime
@@ -254,6 +254,72 @@ def test_build_split_probes_detect_ninety_percent_of_moved_thresholds(
         onnx.save(moved, tmp_path / "moved.onnx")
         seen += differing(model, probes, tmp_path / "moved.onnx") > 0
     assert seen >= 0.9 * len(places[::4])
+
+
+def to_tree_ensemble(path: Path) -> Path:
+    """Write the regressor of a file as a `TreeEnsemble` of version 5 of `ai.onnx.ml`."""
+    model = onnx.load(path)
+    (place,) = (i for i, n in enumerate(model.graph.node) if n.op_type == "TreeEnsembleRegressor")
+    old = {a.name: helper.get_attribute_value(a) for a in model.graph.node[place].attribute}
+    keys = list(zip(old["nodes_treeids"], old["nodes_nodeids"], strict=True))
+    is_leaf = dict(zip(keys, (int(m == b"LEAF") for m in old["nodes_modes"]), strict=True))
+    kept = [i for i, key in enumerate(keys) if not is_leaf[key]]
+    numbers = {keys[i]: number for number, i in enumerate(kept)}
+    leaves = zip(old["target_treeids"], old["target_nodeids"], strict=True)
+    numbers |= {leaf: number for number, leaf in enumerate(leaves)}
+    branches = {
+        side: [(keys[i][0], old[f"nodes_{side}nodeids"][i]) for i in kept]
+        for side in ("true", "false")
+    }
+    links: dict[str, Any] = {
+        f"nodes_{side}nodeids": [numbers[key] for key in nodes] for side, nodes in branches.items()
+    } | {f"nodes_{side}leafs": [is_leaf[key] for key in nodes] for side, nodes in branches.items()}
+    values = np.array([old["nodes_values"][i] for i in kept], np.float32)
+    weights = np.array(old["target_weights"], np.float32)
+    node = helper.make_node(
+        "TreeEnsemble",
+        model.graph.node[place].input,
+        model.graph.node[place].output,
+        domain="ai.onnx.ml",
+        n_targets=1,
+        tree_roots=[numbers[tree, 0] for tree in sorted(set(old["nodes_treeids"]))],
+        nodes_modes=numpy_helper.from_array(np.zeros(len(kept), np.uint8)),
+        nodes_featureids=[old["nodes_featureids"][i] for i in kept],
+        nodes_splits=numpy_helper.from_array(values),
+        leaf_targetids=old["target_ids"],
+        leaf_weights=numpy_helper.from_array(weights),
+        **links,
+    )
+    model.graph.node[place].CopyFrom(node)
+    next(entry for entry in model.opset_import if entry.domain == "ai.onnx.ml").version = 5
+    onnx.save(model, path.with_name("version5.onnx"))
+    return path.with_name("version5.onnx")
+
+
+def test_build_split_probes_of_tree_ensemble_of_version_5_equal_those_of_regressor(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "model.onnx"
+    _, x = exported(*ESTIMATORS["forest, numbers"], path)
+    newer = to_tree_ensemble(path)
+    answers: list[Any] = [
+        OnnxRuntime().run(file, TARGET, ({"x": x},))[0]["variable"] for file in (path, newer)
+    ]
+    np.testing.assert_allclose(answers[1], answers[0], rtol=1e-6)
+    assert has_trees(newer)
+    expected, found = build_split_probes(path, {"x": x}), build_split_probes(newer, {"x": x})
+    assert expected is not None
+    assert found is not None
+    assert {tuple(row) for row in found["x"].tolist()} == {
+        tuple(row) for row in expected["x"].tolist()
+    }
+
+
+def test_read_trees_of_tree_ensemble_of_version_5_raises_user_error(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    exported(*ESTIMATORS["tree, numbers"], path)
+    with pytest.raises(UserError, match="operator TreeEnsemble cannot be read"):
+        read_trees(to_tree_ensemble(path))
 
 
 def test_build_split_probes_of_model_without_trees_returns_none(perceptron: Path) -> None:

@@ -201,6 +201,18 @@ def test_find_referenced_modules_of_archive_and_json_returns_class_modules(shop:
         assert find_referenced_modules(shop / name, shop) == {"shop_nets.scaled", "numpy"}
 
 
+def test_find_referenced_modules_of_archive_with_unknown_compression_reads_it_as_plain_file(
+    shop: Path,
+) -> None:
+    path = shop / "model.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("model/data.pkl", pickle.dumps(instance(), 2))
+    packed = path.read_bytes()
+    central = packed.index(b"PK\1\2")
+    path.write_bytes(packed[: central + 10] + b"\x63\x00" + packed[central + 12 :])
+    assert find_referenced_modules(path, shop) == {"shop_nets.scaled", "numpy"}
+
+
 @given(before=st.binary(max_size=40), after=st.binary(max_size=40))
 def test_find_referenced_modules_with_name_in_any_bytes_returns_it(
     before: bytes, after: bytes, tmp_path_factory: pytest.TempPathFactory

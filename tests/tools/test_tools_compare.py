@@ -82,6 +82,17 @@ def test_compare_of_forest_with_distant_splits_with_itself_passes(forest: Path) 
     assert compared(far, far).verdict is Verdict.PASS
 
 
+def test_compare_of_forest_with_split_by_equality_passes_without_comparison_of_nodes(
+    forest: Path,
+) -> None:
+    model = onnx.load(forest)
+    modes = next(a for node in model.graph.node for a in node.attribute if a.name == "nodes_modes")
+    modes.strings[0] = b"BRANCH_EQ"
+    onnx.save(model, forest)
+    found = compared(forest, forest)
+    assert (found.verdict, found.trees) == (Verdict.PASS, None)
+
+
 def test_compare_of_forest_with_its_ort_format_passes(forest: Path) -> None:
     stored = forest.with_name("forest.ort")
     options = ort.SessionOptions()

@@ -159,6 +159,7 @@ class VariantScaling:
         return policies[0] if policies else None
 
     def _deregister(self, variant: str) -> None:
+        """Deregister a variant's target; AWS deletes its policies, also those of other clients."""
         self._call(
             "deregister_scalable_target", ignored_codes=_UNREGISTERED, **self._resource(variant)
         )

@@ -140,6 +140,8 @@ class SklearnExporter(TreeExporter):
         parts = list_estimators(rewritten)
         check_convertible(parts, last=get_last_step(rewritten))
         layout = choose_layout(model, parts, request)
+        first_answers = self._answer_first_row(model, samples)
+        _check_label(model, first_answers)
         from onnx_ops.adapters.exporters.sklearn_trees import route_missing_values
 
         check_section(section, samples)
@@ -156,15 +158,25 @@ class SklearnExporter(TreeExporter):
         connect_inputs(converted, layout, samples)
         batch = next((axes[0] for axes in section.dynamic.values() if 0 in axes), "batch")
         _name_row_axes(converted.graph, batch)
-        rows = build_rows(model, {name: array[:1] for name, array in samples.items()}, "float64")
         for value in converted.graph.output:
             dimensions = value.type.tensor_type.shape.dim
             # Converters of ensembles declare one target, even if the model has several.
-            if value.name == VARIABLE and len(dimensions) == 2:
-                dimensions[1].dim_value = _answers(model, rows)[VARIABLE].shape[1]
+            if value.name == VARIABLE and value.name in first_answers and len(dimensions) == 2:
+                dimensions[1].dim_value = first_answers[VARIABLE].shape[1]
         route_missing_values(converted, rewritten)
         renumber_names(converted, _GENERATED)
         write_model(converted, request.path)
+
+    def _answer_first_row(self, model: object, samples: Tensors) -> Tensors:
+        """Return the answers to the first row; empty if the model refuses the row.
+
+        A later step of the export reports a refused row.
+        """
+        row = {name: array[:1] for name, array in samples.items()}
+        try:
+            return self.reference(model, row, "float64") or {}
+        except ValueError:
+            return {}
 
     def _convertible(self, model: object) -> object:
         """Return the model in the form that the converters accept."""
@@ -249,16 +261,9 @@ def _answers(estimator: Any, rows: Any) -> dict[str, Array]:
 
 
 def _check_estimator(model: object) -> None:
-    """Check that a model can answer new rows, and has at most one list of classes.
-
-    Raises:
-        UserError: the model cannot answer new rows, or has a list of classes for each of several
-            labels.
-    """
-    from sklearn.base import is_classifier
-
-    name = type(get_last_step(model)).__name__
+    """Raise UserError if a model cannot answer new rows."""
     if not hasattr(model, "predict") and not hasattr(model, "transform"):
+        name = type(get_last_step(model)).__name__
         what = (
             f"{name} has neither `predict` nor `transform`, and cannot compute answers for new rows"
         )
@@ -268,9 +273,16 @@ def _check_estimator(model: object) -> None:
             else "Return a fitted estimator with `predict` or `transform`."
         )
         raise UserError(what, where="export", remedy=remedy)
-    if is_classifier(model) and isinstance(getattr(model, "classes_", None), list):
-        remedy = "Train one model for each label."
-        raise UserError(f"{name} predicts several labels", where="export", remedy=remedy)
+
+
+def _check_label(model: object, answers: Tensors) -> None:
+    """Raise UserError if the model's answers have several labels for each row."""
+    if LABEL in answers and answers[LABEL].ndim > 1:
+        raise UserError(
+            f"{type(get_last_step(model)).__name__} predicts several labels",
+            where="export",
+            remedy="Train one model for each label.",
+        )
 
 
 def _append_steps(graph: Any, output: str, steps: Sequence[Step]) -> None:
