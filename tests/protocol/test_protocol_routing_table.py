@@ -82,7 +82,7 @@ def test_build_next_table_with_changed_manifest_treats_deployment_as_new() -> No
     assert build_next_table(first, changed).layout == ("a", "b")
 
 
-def test_get_experiment_changes_only_with_new_deployment_that_has_traffic() -> None:
+def test_get_experiment_returns_newest_deployment_with_traffic() -> None:
     table = build_next_table(build_next_table(None, state({"a": 100})), state({"a": 90, "b": 10}))
     begun = table.get_experiment()
     assert build_next_table(table, state({"a": 50, "b": 50})).get_experiment() == begun

@@ -373,7 +373,9 @@ def test_choose_with_passing_export_replaces_it_only_by_faster_variant(
 
 
 @given(contestants)
-def test_choose_by_size_returns_minimum_size_of_passing_variants(judged: list[Decision]) -> None:
+def test_choose_by_size_returns_smallest_passing_variant_of_passing_variants(
+    judged: list[Decision],
+) -> None:
     found = choose(judged, TargetObjective(objective="size"))
     sizes = {
         d.variant: d.standing.size_bytes for d in judged if d.verdict is Verdict.PASS and d.standing
