@@ -112,6 +112,12 @@ def test_olive_quantizes_returns_true_only_for_precision_passes(kind: str, quant
         ({"search_strategy": {"execution_order": "joint"}}, "the configuration contains a search"),
         ({"engine": {"search_strategy": True}}, "the configuration contains a search"),
         ({"systems": {"there": {"type": "Docker"}}}, "systems.there is not a LocalSystem"),
+        ({"host": {"type": "Docker"}}, "host is not a LocalSystem"),
+        ({"engine": {"host": {"type": "AzureML"}}}, "host is not a LocalSystem"),
+        (
+            {"passes": {"a": {**STATIC, "host": {"type": "Docker"}}}},
+            "passes.a.host is not a LocalSystem",
+        ),
         (
             {"host": {"type": "LocalSystem", "user_script": "x.py"}},
             "host.user_script refers to code",

@@ -186,7 +186,9 @@ def test_find_orphans_excludes_model_of_open_intent(scene: Scene) -> None:
     assert find_orphans(scene.context, ["digits"]) == OrphanSurvey()
 
 
-def test_find_orphans_with_unreachable_provider_reports_it_as_silent(scene: Scene) -> None:
+def test_find_orphans_with_unreachable_provider_reports_endpoint_as_silent(
+    scene: Scene,
+) -> None:
     scene.world.provider.down = True
     assert find_orphans(scene.context, ["digits"]).silent == ("digits",)
     assert plan(scene).orphans.silent == ("digits",)

@@ -373,7 +373,7 @@ def test_choose_with_passing_export_replaces_it_only_by_faster_variant(
 
 
 @given(contestants)
-def test_choose_by_size_returns_smallest_passing_variant_of_passing_variants(
+def test_choose_by_size_returns_smallest_passing_variant(
     judged: list[Decision],
 ) -> None:
     found = choose(judged, TargetObjective(objective="size"))

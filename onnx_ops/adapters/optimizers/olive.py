@@ -231,13 +231,32 @@ def _used(config: Any, where: str) -> Mapping[str, Json]:
             what = f"{'.'.join(path)} refers to code, which the key of the stage does not include"
             remedy = "Leave this entry out; the rows come from `calibrate`."
             raise UserError(what, where=where, remedy=remedy)
-    _check_systems(used.get("systems", {}), where)
+    _check_systems(_list_systems(used), where)
     for entry in _passes(used["passes"]):
         if not isinstance(entry, Mapping) or not isinstance(entry.get("type"), str):
             raise UserError(
                 "a pass has no type", where=where, remedy="Set {type: OnnxDynamicQuantization}."
             )
     return used
+
+
+def _list_systems(used: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all systems of a configuration by their place in it."""
+    systems = {f"systems.{name}": system for name, system in used.get("systems", {}).items()}
+    users = [("", used)] + [
+        (f"passes.{name}.", entry)
+        for name, given in used["passes"].items()
+        for entry in (given if isinstance(given, list) else [given])
+        if isinstance(entry, Mapping)
+    ]
+    # A text is the name of a system.
+    inline = {
+        f"{place}{key}": user[key]
+        for place, user in users
+        for key in ("host", "target")
+        if not isinstance(user.get(key) or "", str)
+    }
+    return {**systems, **inline}
 
 
 def _check_systems(systems: Mapping[str, Any], where: str) -> None:
@@ -248,7 +267,7 @@ def _check_systems(systems: Mapping[str, Any], where: str) -> None:
                 "Passes run in the environment of the stage (`env`); set type: LocalSystem, "
                 "or leave the system out."
             )
-            raise UserError(f"systems.{name} is not a LocalSystem", where=where, remedy=remedy)
+            raise UserError(f"{name} is not a LocalSystem", where=where, remedy=remedy)
 
 
 def _passes(passes: Mapping[str, Any]) -> Iterator[Any]:

@@ -355,7 +355,9 @@ def test_has_operator_finds_only_whole_name_across_read_chunks(
     assert not models._has_operator(path, models._LOOP_OPERATORS)
 
 
-def test_loaded_model_is_unbounded_only_with_loop(blue: Deployment, tmp_path: Path) -> None:
+def test_is_unbounded_of_model_with_loop_is_true_and_of_plain_model_false(
+    blue: Deployment, tmp_path: Path
+) -> None:
     assert not load_once(blue).is_unbounded
     assert load_once(deploy_loop(tmp_path / "loop")).is_unbounded
 
