@@ -121,7 +121,7 @@ def test_version_rejected_by_alarm_is_deployed_again_only_with_override(scene: S
     assert "these alarms changed state since it began: failing" in rejection
     assert CHALLENGER not in scene.aliases()
 
-    # Reconcile and watch, while the alarm fires and after it has ended.
+    # The rejected version must not be deployed again, neither while the alarm fires nor afterwards.
     for firing in ("ALARM", "OK"):
         scene.alarm(firing)
         scene.reconcile()

@@ -589,7 +589,8 @@ def run_requests(
         source = request.route, request.head, request.body
         try:
             if request.route.coding:
-                # Without this limit, the decompressed bodies of a batch could exhaust the memory.
+                # Requests with compressed bodies run one by one: the decompressed bodies of a whole
+                # batch could exhaust the memory. The budget limits those of all threads.
                 with inflated.reserve() as charge:
                     results[position] = run_alone(position, loaded.decode(*source, charge))
             else:

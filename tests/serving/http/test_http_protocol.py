@@ -186,7 +186,8 @@ def test_large_bodies_in_pieces_with_small_requests_between_are_answered(
     sent = b"".join(requests)
     with worker.connect() as client:
         start = 0
-        # Each block of 500,000 bytes is sent as up to 50 small pieces, then its rest as one piece.
+        # To save time, only the first 50 pieces of each 500,000 bytes are sent if pieces are small.
+        # Then the rest is sent as one piece. Larger pieces are sent throughout.
         while start < len(sent):
             size = piece if start % 500_000 < 50 * piece else 500_000 - start % 500_000
             client.sendall(sent[start : start + size])
