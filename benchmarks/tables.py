@@ -113,7 +113,8 @@ KNOWN_WRONG = frozenset(
         "XGBoost, several targets",
         "XGBoost, multi:softmax",
         "XGBoost, several labels",
-        "XGBoost, forest",
+        "XGBoost, forest, three classes",
+        "XGBoost, a data frame's categories",
         "LightGBM, {'boosting_type': 'rf', 'subsample': 0.7, 'subsample_freq': 1}",
         "LightGBM, {'linear_tree': True}",
         "LightGBM, {'zero_as_missing': True}",
@@ -478,11 +479,25 @@ def boosted() -> list[Case]:
         {"booster": "dart"},
     ):
         found.append((f"XGBoost, {settings}", x("Regressor", **settings), NUMBERS, "share"))
+    types = ["c" if column == "visits" else "q" for column in NUMBERS]
     found += [
         ("XGBoost, several targets", x("Regressor"), NUMBERS, "amounts"),
         ("XGBoost, multi:softmax", x("Classifier", objective="multi:softmax"), NUMBERS, "three"),
         ("XGBoost, several labels", x("Classifier"), NUMBERS, "labels"),
         ("XGBoost, forest", x("Classifier", num_parallel_tree=3), NUMBERS, "class"),
+        ("XGBoost, forest, three classes", x("Classifier", num_parallel_tree=3), NUMBERS, "three"),
+        (
+            "XGBoost, categories by number",
+            x("Regressor", enable_categorical=True, feature_types=types),
+            NUMBERS,
+            "amount",
+        ),
+        (
+            "XGBoost, a data frame's categories",
+            x("Regressor", enable_categorical=True),
+            NUMBERS,
+            "amount",
+        ),
     ]
     for settings in (  # type: ignore[assignment]
         {"objective": "l1"},
@@ -541,9 +556,8 @@ def outcome(case: Case, folder: Path, endpoint: Endpoint) -> str:
     rows: Any = samples["note"][:, 0] if wanted == ("note",) else frame_of(samples)
     if "a data frame's categories" in name:
         rows["visits"] = rows["visits"].astype("category")
-    more = (
-        {"categorical_feature": [NUMBERS.index("visits")]} if "categories by number" in name else {}
-    )
+    is_numbered = name == "LightGBM, categories by number"
+    more = {"categorical_feature": [NUMBERS.index("visits")]} if is_numbered else {}
     if isinstance(model, list):
         try:
             model = first_fitted(model, rows, arrays)

@@ -312,7 +312,7 @@ class TrustedKeys:
         """Return the keys in base64 of DER, separated by commas.
 
         Raises:
-            UserError: a file does not hold a public key of ECDSA P-256.
+            UserError: a file cannot be read, or does not hold a public key of ECDSA P-256.
         """
         return ",".join(self.public().values())
 
@@ -320,7 +320,7 @@ class TrustedKeys:
         """Return the keys in base64 of DER, by digest.
 
         Raises:
-            UserError: a file does not hold a public key of ECDSA P-256.
+            UserError: a file cannot be read, or does not hold a public key of ECDSA P-256.
         """
         return {
             digest: base64.b64encode(_der(key)).decode()
@@ -331,7 +331,7 @@ class TrustedKeys:
         """Return the digests of the trusted keys.
 
         Raises:
-            UserError: a file does not hold a public key of ECDSA P-256.
+            UserError: a file cannot be read, or does not hold a public key of ECDSA P-256.
         """
         return tuple(sorted(self._load()))
 
@@ -340,7 +340,7 @@ class TrustedKeys:
 
         Raises:
             InvalidSignatureError: the key is not trusted, or the signature does not match.
-            UserError: a file does not hold a public key of ECDSA P-256.
+            UserError: a file cannot be read, or does not hold a public key of ECDSA P-256.
         """
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.asymmetric.ec import ECDSA
@@ -367,12 +367,21 @@ class TrustedKeys:
             ) from error
 
     def _load(self) -> dict[Digest, EllipticCurvePublicKey]:
-        files = [file for path in self._paths for file in _list_files(path)]
-        state = [
-            (file, (stat := file.stat()).st_mtime_ns, stat.st_size, stat.st_ino) for file in files
-        ]
-        if self._parsed is None or self._parsed[0] != state:
-            self._parsed = state, self._parse(files)
+        try:
+            files = [file for path in self._paths for file in _list_files(path)]
+            state = [
+                (file, (stat := file.stat()).st_mtime_ns, stat.st_size, stat.st_ino)
+                for file in files
+            ]
+            if self._parsed is None or self._parsed[0] != state:
+                self._parsed = state, self._parse(files)
+        except OSError as error:
+            raise UserError(
+                "a trusted key cannot be read",
+                where=str(error.filename or self._paths[0]),
+                why=error.strerror or str(error),
+                remedy="Make the file readable for this user, or remove it from the trusted keys.",
+            ) from error
         return self._parsed[1]
 
     def _parse(self, files: Iterable[Path]) -> dict[Digest, EllipticCurvePublicKey]:
@@ -436,7 +445,7 @@ def _parse_key(
 
     try:
         key = load(read())
-    except (ValueError, OSError, UnsupportedAlgorithm) as error:
+    except (ValueError, UnsupportedAlgorithm) as error:
         raise build_key_error("public", where) from error
     if not isinstance(key, EllipticCurvePublicKey) or not isinstance(key.curve, SECP256R1):
         raise build_key_error("public", where)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -246,6 +247,20 @@ def test_trusted_keys_accept_folder_or_encoded_keys_and_reject_truncated_key(tmp
     assert set(given_.keys()) == {signer.key, SIGNER.key}
     with pytest.raises(UserError, match="not an ECDSA P-256 public key"):
         TrustedKeys.of(SIGNER.trusted_keys[:-8]).keys()
+
+
+@pytest.mark.parametrize("kind", ["folder", "broken link"])
+def test_trusted_keys_with_unreadable_file_raise_user_error_with_reason(
+    tmp_path: Path, kind: str
+) -> None:
+    path = tmp_path / "a.pub.pem"
+    if kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(tmp_path / "missing.pub.pem")
+    with pytest.raises(UserError, match="a trusted key cannot be read") as caught:
+        TrustedKeys(tmp_path).keys()
+    assert caught.value.where == str(path)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from onnx_ops.config.substitution import PARAMETERS_FILE
 from onnx_ops.domain.gate import TaskMetricGate
 from onnx_ops.domain.pipeline import FileData, Pipeline, SystemComparison
 from onnx_ops.domain.quantization import AUTO
-from onnx_ops.errors import NotReadyError, OnnxOpsError, UserError
+from onnx_ops.errors import OnnxOpsError, UserError
 from onnx_ops.onnx_graph.files import list_external_names
 from onnx_ops.pipeline import collect_user_code, find_referenced_modules
 from onnx_ops.pipeline.stages.data import get_source_name
@@ -143,8 +143,9 @@ def _list_target_files(project: Project, pipeline: Pipeline) -> Iterator[str]:
         if (file := project.targets.path(target)) is not None:
             yield str(file)
         # The library of a missing package is not a file of the project.
-        with contextlib.suppress(NotReadyError):
-            yield from (library.path for library in project.targets.load(target).custom_ops)
+        yield from (
+            library.path for library in project.targets.load(target, machine=False).custom_ops
+        )
 
 
 def _list_data_files(project: Project, pipeline: Pipeline) -> Iterator[str]:

@@ -6,6 +6,7 @@ Choices and evidence are recorded under the commit of the run.
 from __future__ import annotations
 
 import datetime
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -218,6 +219,7 @@ _BRANCH_VARIABLES = (
     "GITHUB_HEAD_REF",
     "GITHUB_REF_NAME",
     "CI_COMMIT_REF_NAME",
+    "SYSTEM_PULLREQUEST_SOURCEBRANCH",
     "BUILD_SOURCEBRANCHNAME",
 )
 _BASE_VARIABLES = (
@@ -227,6 +229,10 @@ _BASE_VARIABLES = (
 )
 """CI variables that name the target branch: of GitHub, GitLab and Azure."""
 
+_REF_VARIABLES = ("GITHUB_REF", "BUILD_SOURCEBRANCH")
+_MERGED_REF = r"refs/pull/\d+/merge"
+"""Pattern of the checked-out reference of a pull request: of GitHub and Azure."""
+
 
 def read_provenance(root: Path, now: float, environ: Mapping[str, str]) -> Provenance:
     """Return the author, time and commit of this state of the project.
@@ -235,11 +241,10 @@ def read_provenance(root: Path, now: float, environ: Mapping[str, str]) -> Prove
     The branch comes from these variables or, outside a CI service, from git. The time is `now`.
     """
     head = "HEAD"
-    if _first(environ, _BASE_VARIABLES) and ask_git(
+    if _is_merge_checked_out(environ) and ask_git(
         root, "rev-parse", "--verify", "--quiet", "HEAD^2", may_fail=True
     ):
-        # For a pull request, GitHub and Azure check out a merge commit. Its second parent is the
-        # last commit of the pull request.
+        # The second parent of the merge commit is the last commit of the pull request.
         head = "HEAD^2"
     commit, _, author = (
         ask_git(root, "log", "-1", "--format=%H%x00%an", head, may_fail=True)
@@ -247,12 +252,25 @@ def read_provenance(root: Path, now: float, environ: Mapping[str, str]) -> Prove
         .partition("\0")
     )
     branch = ask_git(root, "rev-parse", "--abbrev-ref", "HEAD", may_fail=True).strip()
+    service_branch = _first(environ, _BRANCH_VARIABLES).removeprefix("refs/heads/")
     return Provenance(
         at=datetime.datetime.fromtimestamp(now, tz=datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         author=author or _first(environ, _AUTHOR_VARIABLES),
         commit=commit or _first(environ, _COMMIT_VARIABLES),
-        branch=_first(environ, _BRANCH_VARIABLES) or (branch if branch != "HEAD" else ""),
+        branch=service_branch or (branch if branch != "HEAD" else ""),
         changed=_is_changed(root),
+    )
+
+
+def _is_merge_checked_out(environ: Mapping[str, str]) -> bool:
+    """Return whether the CI service checks out a merge commit of a pull request.
+
+    GitLab does so only in merged results pipelines, and sets this variable only there. Otherwise,
+    it checks out the source branch.
+    """
+    return bool(
+        re.fullmatch(_MERGED_REF, _first(environ, _REF_VARIABLES))
+        or environ.get("CI_MERGE_REQUEST_SOURCE_BRANCH_SHA")
     )
 
 

@@ -201,10 +201,9 @@ def _pools(project: Project) -> Iterator[Diagnosis]:
         return
     named = set(project.settings.default_pools.values())
     for name in project.targets.names():
-        # `onnx-ops targets` reports an invalid target. `_targets` reports one that needs a missing
-        # package.
+        # `onnx-ops targets` reports an invalid target.
         with contextlib.suppress(ConfigError):
-            named.add(project.targets.load(name).pool)
+            named.add(project.targets.load(name, machine=False).pool)
     named.discard("")
     try:
         pools = {pool.pool: pool for pool in project.running().pools.read_status()}

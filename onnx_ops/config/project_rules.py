@@ -47,8 +47,7 @@ def load_targets(
 ) -> tuple[dict[str, Target], list[Problem]]:
     """Return the valid benchmarked targets, and the problems of the invalid ones.
 
-    Targets without a file are in neither result. Without `machine`, this is also true of targets
-    whose only problem is a package that this machine lacks.
+    Targets without a file are in neither result.
 
     Args:
         machine: whether a package that this machine lacks is a problem.
@@ -60,11 +59,11 @@ def load_targets(
     problems: list[Problem] = []
     for name in dict.fromkeys(draft.targets):
         try:
-            targets[name] = files.load(name)
+            targets[name] = files.load(name, machine=machine)
         except NotFoundError:
             continue  # `_check_target_names` reports the missing target.
         except ConfigError as error:
-            problems += (each for each in error.problems if machine or not each.environment)
+            problems += error.problems
     return targets, problems
 
 

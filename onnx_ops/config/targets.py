@@ -99,14 +99,18 @@ class TargetFiles:
         path = self.path(name)
         return None if path is None or path.parent != PROFILES else name not in UNMEASURED
 
-    def load(self, name: str, *, where: str = "configs/targets") -> Target:
+    def load(self, name: str, *, where: str = "configs/targets", machine: bool = True) -> Target:
         """Return a target, or the profile of that name.
 
         The paths of its libraries are absolute.
 
+        Args:
+            where: the place that a NotFoundError shows, such as an option.
+            machine: whether a package that this machine lacks is a problem. Otherwise, the
+                package's library is left out.
+
         Raises:
-            NotFoundError: there is no target or profile of this name. `where` is the place that
-                the error shows, such as an option.
+            NotFoundError: there is no target or profile of this name.
             ConfigError: the target's file has problems, which the error lists.
             NotReadyError: the only problems are packages with libraries of the target, which are
                 not installed.
@@ -131,7 +135,7 @@ class TargetFiles:
                 document.issues.append(Issue(("name",), message))
             document.issues += _check_provider_options(target, document)
             libraries, issues = resolve_libraries(target.custom_ops, self.root, document)
-            document.issues += issues
+            document.issues += (issue for issue in issues if machine or not issue.environment)
             document.issues += check_gates(
                 (("gates", index), gate) for index, gate in enumerate(target.gates)
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,6 +48,12 @@ Only a session shows whether the runtime has an operator of these domains.
 
 _ABORT_WITHOUT_ROWS = frozenset({"GRU", "LSTM"})
 """Operators for which ONNX Runtime 1.31 aborts the process on an empty batch."""
+
+
+CONVERT = "convert"
+"""Option of the export: the file is converted to exactly `opset` and `ir_version`."""
+
+_CONVERSION = f"export.options: {{{CONVERT}: true}}"
 
 
 def check_model(path: Path) -> None:
@@ -107,7 +113,8 @@ def explain_version_limits(info: ModelInfo, target: Target) -> str:
     return (
         f"target {target.name} accepts opset <= {target.max_opset}, "
         f"IR version <= {target.max_ir_version}; this model has opset {opset}, "
-        f"IR version {info.ir_version}: set {' and '.join(settings)}"
+        f"IR version {info.ir_version}: set {' and '.join(settings)}; "
+        f"for a ready ONNX file, also {_CONVERSION}"
     )
 
 
@@ -245,9 +252,6 @@ def copy_libraries(model: Path, libraries: Mapping[str, tuple[CustomOps, ...]]) 
             shutil.copyfile(library.path, place)
 
 
-CONVERT = "convert"
-"""Option of the export: the file is converted to exactly `opset` and `ir_version`."""
-
 _OLDEST = 7
 """Opset that is added to a file that imports no opset of ONNX's default domain."""
 
@@ -267,13 +271,30 @@ def explain_newer_version(model_info: ModelInfo, section: Export) -> str:
     )
 
 
-def suggest_versions(model_info: ModelInfo) -> str:
-    """Return the settings that accept a file that is too new."""
-    opset = model_info.opsets.get("", 0)
-    return (
-        f"Set export.opset: {opset} and export.ir_version: {model_info.ir_version}, "
-        f"or convert the file: export.options: {{{CONVERT}: true}}."
-    )
+def suggest_versions(model_info: ModelInfo, section: Export, targets: Iterable[Target] = ()) -> str:
+    """Return the settings that accept or convert a file that is too new for the section.
+
+    If one of the targets rejects the versions of the file, only a conversion is suggested.
+    """
+    if any(explain_version_limits(model_info, target) for target in targets):
+        return f"Convert the file: {_CONVERSION}."
+    versions = {
+        "opset": (model_info.opsets.get("", 0), section.opset),
+        "ir_version": (model_info.ir_version, section.ir_version),
+    }
+    settings = [
+        f"export.{name}: {version}" for name, (version, most) in versions.items() if version > most
+    ]
+    return f"Set {' and '.join(settings)}, or convert the file: {_CONVERSION}."
+
+
+def add_default_domain(model: onnx.ModelProto) -> None:
+    """Add an opset of ONNX's default domain if the file imports none.
+
+    Some converters of tree models import only the domain ai.onnx.ml.
+    """
+    if not any(entry.domain in DEFAULT_DOMAINS for entry in model.opset_import):
+        model.opset_import.add(version=_OLDEST)
 
 
 def drop_zipmaps(model: onnx.ModelProto) -> tuple[str, ...]:
@@ -294,10 +315,8 @@ def drop_zipmaps(model: onnx.ModelProto) -> tuple[str, ...]:
             value.CopyFrom(
                 helper.make_tensor_value_info(value.name, TensorProto.FLOAT, [None, None])
             )
-    if zipmaps and not any(entry.domain in DEFAULT_DOMAINS for entry in model.opset_import):
-        # Some converters of tree models import only the domain ai.onnx.ml.
-        model.opset_import.add(version=_OLDEST)
     if zipmaps:
+        add_default_domain(model)
         helper.set_model_props(
             model,
             {**{p.key: p.value for p in model.metadata_props}, DROPPED_ZIPMAPS: ", ".join(zipmaps)},
@@ -349,14 +368,16 @@ def list_user_model_notes(place: Path) -> list[str]:
     return notes
 
 
-def list_user_model_problems(place: Path, section: Export, targets: Iterable[Target]) -> list[str]:
+def list_user_model_problems(
+    place: Path, section: Export, targets: Collection[Target]
+) -> list[str]:
     """Return why a supplied file cannot be used, and why targets reject it."""
     path = find_model_file(place)
     model_info = read_model_info(path)
     operators = find_custom_operators(share_structure(path))
     converted = section.options.get(CONVERT) is True
     too_new = "" if converted else explain_newer_version(model_info, section)
-    problems = [f"{too_new}. {suggest_versions(model_info)}"] if too_new else []
+    problems = [f"{too_new}. {suggest_versions(model_info, section, targets)}"] if too_new else []
     problems += [why for why in (explain_non_tensors(path),) if why]
     for target in targets:
         reason = "" if converted or too_new else explain_version_limits(model_info, target)

@@ -252,7 +252,7 @@ def _list_tree_models(*models: Path) -> list[Path]:
 def _compare_trees(a: Path, b: Path) -> TreeStructure | None:
     """Compare the trees of two models node by node.
 
-    Return None unless the trees of both models can be read.
+    Return None unless the trees of both models can be read. Trees with splits by category cannot.
     """
     if len(_list_tree_models(a, b)) < 2:
         return None

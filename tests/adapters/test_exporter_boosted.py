@@ -9,13 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from onnx_ops.adapters.exporters.boosted import LightgbmExporter, XgboostExporter
+from onnx_ops.adapters.exporters.boosted import (
+    LightgbmExporter,
+    XgboostExporter,
+    _number_nodes,
+)
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.errors import UserError
 from onnx_ops.ports import Tensors
 from onnx_ops.testing.exporters import ExporterSuite
-from tests.adapters.model_runs import export, piped, sk
+from tests.adapters.model_runs import export, piped, reference, sk
 from tests.support.fixtures import fixed
 
 SECTION = Export(framework="xgboost")
@@ -113,18 +117,135 @@ def test_export_of_raw_booster_raises_user_error_with_remedy(tmp_path: Path, pac
     assert "joblib.dump" in refused.value.remedy
 
 
+def check_xgboost_export(model: Any, rows: Any, folder: Path) -> None:
+    """Check that the export gives the same answers as the model."""
+    exporter = XgboostExporter()
+    answers = export(exporter, model, {"x": rows}, folder / "m.onnx", SECTION)
+    expected = reference(exporter, model, {"x": rows}, "float64")
+    assert list(answers) == list(expected)
+    for name, array in expected.items():
+        np.testing.assert_allclose(answers[name], array, rtol=1e-5, atol=1e-5)
+
+
+def refuse_xgboost(model: Any, rows: Any, folder: Path) -> UserError:
+    with pytest.raises(UserError) as refused:
+        export(XgboostExporter(), model, {"x": rows}, folder / "m.onnx", SECTION)
+    return refused.value
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "data"),
+    [
+        ("Regressor", {"num_parallel_tree": 3}, "diabetes"),
+        ("RFRegressor", {}, "diabetes"),
+        ("Classifier", {"num_parallel_tree": 3}, "breast_cancer"),
+        ("RFClassifier", {}, "breast_cancer"),
+    ],
+)
+def test_export_of_xgboost_forest_equals_source(
+    tmp_path: Path, kind: str, settings: dict[str, Any], data: str
+) -> None:
+    model, rows = fit(boosted("xgboost", kind, subsample=0.7, **settings), data)
+    check_xgboost_export(model, rows, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("kind", "settings"), [("RFClassifier", {}), ("Classifier", {"num_parallel_tree": 3})]
 )
-def test_export_of_xgboost_forest_raises_user_error(
+def test_export_of_xgboost_forest_for_three_classes_raises_user_error(
     tmp_path: Path, kind: str, settings: dict[str, Any]
 ) -> None:
     model, rows = fit(
         piped(sk("impute.SimpleImputer"), boosted("xgboost", kind, **settings)), "iris"
     )
-    with pytest.raises(UserError) as refused:
-        export(XgboostExporter(), model, {"x": rows}, tmp_path / "m.onnx", SECTION)
-    assert refused.value.remedy
+    error = refuse_xgboost(model, rows, tmp_path)
+    assert "successive classes" in str(error)
+    assert error.remedy
+
+
+def test_export_of_xgboost_forest_with_early_stopping_raises_user_error(tmp_path: Path) -> None:
+    _, rows = fit(boosted("xgboost", "Regressor"), "diabetes")
+    target = rows[:, 2] + rows[:, 8]
+    model = boosted("xgboost", "Regressor", num_parallel_tree=2, early_stopping_rounds=2)
+    model.fit(rows, target, eval_set=[(rows, target)], verbose=False)
+    assert "early stopping" in str(refuse_xgboost(model, rows, tmp_path))
+
+
+def test_export_of_xgboost_classifier_after_continued_training_equals_source(
+    tmp_path: Path,
+) -> None:
+    first, rows = fit(boosted("xgboost"), "breast_cancer")
+    model = boosted("xgboost").fit(rows, first.predict(rows), xgb_model=first.get_booster())
+    check_xgboost_export(model, rows, tmp_path)
+
+
+def make_category_rows() -> tuple[Any, Any]:
+    """Return rows of two columns of categories and a column of numbers, and their scores.
+
+    Some values are missing.
+    """
+    draw = np.random.default_rng(0)
+    codes = np.stack([draw.integers(0, 9, 400), draw.integers(0, 3, 400)], axis=1)
+    numbers = draw.normal(size=(400, 1))
+    scores = draw.normal(size=9)[codes[:, 0]] + codes[:, 1] * numbers[:, 0]
+    rows = np.concatenate([codes, numbers], axis=1).astype(np.float32)
+    rows[draw.random(rows.shape) < 0.1] = np.nan
+    return rows, scores
+
+
+CATEGORIES: dict[str, Any] = {"enable_categorical": True, "feature_types": ["c", "c", "q"]}
+
+
+@pytest.mark.parametrize("largest_one_hot", [1, 4, 64])
+@pytest.mark.parametrize(
+    ("kind", "classes"), [("Regressor", 0), ("Classifier", 2), ("Classifier", 3)]
+)
+def test_export_of_xgboost_model_with_categories_equals_source(
+    tmp_path: Path, kind: str, classes: int, largest_one_hot: int
+) -> None:
+    rows, scores = make_category_rows()
+    bounds = [0.3] if classes == 2 else [-0.5, 0.5]
+    model = boosted("xgboost", kind, max_cat_to_onehot=largest_one_hot, **CATEGORIES)
+    model.fit(rows, np.digitize(scores, bounds) if classes else scores)
+    unseen = rows[:30].copy()
+    unseen[:, 0] = np.repeat([9, 40, 1000], 10)
+    check_xgboost_export(model, np.concatenate([rows, unseen]), tmp_path)
+
+
+def test_export_of_xgboost_model_with_category_frame_raises_user_error(tmp_path: Path) -> None:
+    pandas: Any = importlib.import_module("pandas")
+    rows, scores = make_category_rows()
+    frame = pandas.DataFrame(
+        {"city": pandas.Categorical(np.where(scores > 0, "Oslo", "Rome")), "age": rows[:, 2]}
+    )
+    model = boosted("xgboost", "Regressor", enable_categorical=True).fit(frame, scores)
+    assert "of type category" in str(refuse_xgboost(model, rows[:, 1:], tmp_path))
+
+
+def test_export_of_xgboost_categories_after_tree_without_splits_raises_user_error(
+    tmp_path: Path,
+) -> None:
+    rows, scores = make_category_rows()
+    stump = boosted("xgboost", n_estimators=1, gamma=1e9, **CATEGORIES).fit(rows, scores > 0.3)
+    model = boosted("xgboost", **CATEGORIES).fit(rows, scores > 0.3, xgb_model=stump.get_booster())
+    assert "first tree without splits" in str(refuse_xgboost(model, rows, tmp_path))
+
+
+def chain(length: int) -> dict[str, Any]:
+    """Return a tree with splits in a row, whose two branches are the same."""
+    node: dict[str, Any] = {"nodeid": 0}
+    for number in range(1, length):
+        node = {"nodeid": number, "children": [node, node]}
+    return node
+
+
+def test_number_nodes_of_common_branches_visits_each_once() -> None:
+    assert _number_nodes(chain(100)) == {99 - number: number for number in range(100)}
+
+
+def test_number_nodes_of_too_deep_tree_raises_not_implemented_error() -> None:
+    with pytest.raises(NotImplementedError, match="more than 500"):
+        _number_nodes(chain(502))
 
 
 def test_sklearn_export_of_xgboost_model_without_converter_raises_user_error_with_remedy(

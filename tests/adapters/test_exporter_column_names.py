@@ -14,9 +14,11 @@ import pytest
 
 from onnx_ops.adapters.exporters.boosted import LightgbmExporter, XgboostExporter
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
+from onnx_ops.domain.pipeline import Export
 from onnx_ops.errors import UserError
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports.data import Dataset, Tensors
+from onnx_ops.ports.export import ExportRequest
 from tests.adapters.model_runs import piped, sk
 from tests.adapters.test_exporter_tables import check_same
 
@@ -111,6 +113,60 @@ def test_export_column_named_like_output_raises_user_error(tmp_path: Path, name:
             tmp_path,
         )
     assert "another name" in caught.value.remedy
+
+
+def export_lightgbm_with_space(
+    samples: Tensors, folder: Path, features: tuple[str, ...] = ()
+) -> None:
+    """Export a model that was fitted on the columns `monthly fee` and `age`.
+
+    LightGBM calls the first column `monthly_fee`.
+    """
+    model = build_lightgbm().fit(
+        Dataset(inputs={"monthly fee": FIRST, "age": SECOND}).frame(), LABEL
+    )
+    request = ExportRequest(
+        section=Export(framework="lightgbm"),
+        samples=samples,
+        path=folder / "model.onnx",
+        features={"x": features},
+    )
+    LightgbmExporter().export(model, request)
+
+
+@pytest.mark.parametrize("name", ["monthly fee", "monthly_fee"])
+def test_lightgbm_export_without_column_names_missing_and_spare_column(
+    tmp_path: Path, name: str
+) -> None:
+    listed = f"columns: [{name}, age]"
+    with pytest.raises(UserError, match="the data lacks 'age'") as refused:
+        export_lightgbm_with_space({name: FIRST, "height": SECOND}, tmp_path)
+    assert listed in refused.value.remedy
+    with pytest.raises(UserError, match="the data also has 'height'") as refused:
+        export_lightgbm_with_space({name: FIRST, "age": SECOND, "height": SECOND}, tmp_path)
+    assert listed in refused.value.remedy
+
+
+def test_lightgbm_export_of_matrix_with_exchanged_columns_raises_user_error(
+    tmp_path: Path,
+) -> None:
+    samples = {"x": np.hstack([FIRST, SECOND])}
+    export_lightgbm_with_space(samples, tmp_path, ("monthly fee", "age"))
+    with pytest.raises(UserError, match="differs from the order") as refused:
+        export_lightgbm_with_space(samples, tmp_path, ("age", "monthly fee"))
+    assert "columns: [monthly fee, age]" in refused.value.remedy
+
+
+def test_export_with_one_of_two_similar_names_raises_user_error(tmp_path: Path) -> None:
+    model = sk("linear_model.LogisticRegression")
+    model.fit(Dataset(inputs={"a_b": FIRST, "a b": SECOND}).frame(), LABEL)
+    request = ExportRequest(
+        section=Export(framework="sklearn"),
+        samples={"a b": SECOND, "other": FIRST},
+        path=tmp_path / "model.onnx",
+    )
+    with pytest.raises(UserError, match="the data lacks 'a_b'"):
+        SklearnExporter().export(model, request)
 
 
 FEW = {"n_estimators": 3, "random_state": 0}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import onnx
@@ -34,7 +35,7 @@ from tests.support.external import write_external
 from tests.support.fixtures import fixed
 from tests.support.forks import fork_context
 from tests.support.golden import Golden
-from tests.support.graphs import write_graph
+from tests.support.graphs import parse_graph, write_graph
 from tests.support.operators import write_softsign
 from tests.support.zipmap import zipped
 
@@ -231,6 +232,49 @@ def test_convert_onnx_file_with_unsupported_operator_raises_user_error_with_its_
     with pytest.raises(UserError) as caught:
         converted(tmp_path / "mine.onnx", section(13, 8))
     assert "LayerNormalization" in str(caught.value)
+
+
+def write_without_default_domain(path: Path) -> Path:
+    """Write a file that imports only the domain ai.onnx.ml, at IR version 11."""
+    text = "(float[batch,8] x) => (float[batch,8] y) { y = ai.onnx.ml.Scaler(x) }"
+    model = parse_graph(text, domains={"ai.onnx.ml": 3}, ir_version=11)
+    del model.opset_import[0]
+    onnx.save(model, path)
+    return path
+
+
+def test_convert_onnx_file_without_default_domain_adds_its_opset(tmp_path: Path) -> None:
+    source = write_without_default_domain(tmp_path / "mine.onnx")
+    found = read_model_info(converted(source, section(18, 10)))
+    assert (found.opsets, found.ir_version) == ({"": 18, "ai.onnx.ml": 3}, 10)
+
+
+@pytest.mark.parametrize("asked", [{"ir_version": 11}, {"options": {"convert": True}}])
+def test_suggest_versions_of_file_without_default_domain_names_settings_that_work(
+    tmp_path: Path, asked: dict[str, Any]
+) -> None:
+    source = write_without_default_domain(tmp_path / "mine.onnx")
+    (problem,) = list_user_model_problems(source, SECTION, (CPU,))
+    assert problem.endswith(
+        "Set export.ir_version: 11, or convert the file: export.options: {convert: true}."
+    )
+    followed = replace(SECTION, **asked)
+    assert list_user_model_problems(source, followed, (CPU,)) == []
+    converted(source, followed)
+
+
+@pytest.mark.parametrize("opset", [18, 21])
+def test_list_user_model_problems_of_file_above_target_names_settings_that_work(
+    tmp_path: Path, opset: int
+) -> None:
+    source, old = tmp_path / "mine.onnx", Target(name="old", max_opset=15)
+    write_perceptron(source, opset=21)
+    given = section(opset, 10, convert=False)
+    problems = list_user_model_problems(source, given, (old,))
+    assert "export.options: {convert: true}" in problems[0]
+    assert "export.opset: 21" not in problems[0]
+    assert list_user_model_problems(source, section(15, 10), (old,)) == []
+    assert read_model_info(converted(source, section(15, 10))).opsets[""] == 15
 
 
 def test_onnx_export_of_newer_file_with_false_or_invalid_convert_option_raises_user_error(

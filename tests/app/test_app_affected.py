@@ -153,6 +153,18 @@ def test_affected_of_target_includes_shared_and_own_definition(project: Project)
     assert touched(project, "fleet/other.yaml") == ()
 
 
+def test_affected_of_target_with_missing_package_includes_library_of_project(
+    project: Project, tmp_path: Path
+) -> None:
+    libraries = (
+        "custom_ops:\n"
+        "  - {package: acme_missing, domains: [acme]}\n"
+        f"  - {{path: own.so, digest: 'sha256:{'0' * 64}', domains: [own]}}\n"
+    )
+    write(tmp_path, **{SHARED: f"name: board\n{libraries}", "own.so": ""})
+    assert touched(project, "own.so") == ("own.so",)
+
+
 def test_prepare_with_own_target_file_overrides_shared_file(project: Project) -> None:
     before = prepare(project, Path(FILE)).targets["board"]
     own = project.settings.root / OWN

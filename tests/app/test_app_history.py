@@ -185,14 +185,36 @@ def test_read_provenance_returns_author_of_commit_or_service(root: Path, tmp_pat
     assert (provenance.author, provenance.commit, provenance.branch) == ("ada", "abc", "main")
 
 
-def test_read_provenance_of_merged_pull_request_returns_its_head(root: Path) -> None:
+GITHUB = {"GITHUB_BASE_REF": "main", "GITHUB_HEAD_REF": "branch"}
+GITLAB = {"CI_MERGE_REQUEST_TARGET_BRANCH_NAME": "main", "CI_COMMIT_REF_NAME": "branch"}
+AZURE = {
+    "BUILD_SOURCEBRANCH": "refs/pull/7/merge",
+    "BUILD_SOURCEBRANCHNAME": "merge",
+    "SYSTEM_PULLREQUEST_SOURCEBRANCH": "refs/heads/branch",
+    "SYSTEM_PULLREQUEST_TARGETBRANCH": "refs/heads/main",
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "is_merge"),
+    [
+        ({**GITHUB, "GITHUB_REF": "refs/pull/7/merge"}, True),
+        ({**GITHUB, "GITHUB_REF": "refs/heads/main"}, False),  # the event pull_request_target
+        (AZURE, True),
+        (GITLAB, False),
+        ({**GITLAB, "CI_MERGE_REQUEST_SOURCE_BRANCH_SHA": "abc"}, True),
+    ],
+)
+def test_read_provenance_of_merge_commit_returns_second_parent_only_if_service_made_it(
+    root: Path, environ: dict[str, str], is_merge: bool
+) -> None:
     git(root, "checkout", "-q", "-b", "branch")
     head = commit(root, "a change")
     git(root, "checkout", "-q", "main")
     git(root, "merge", "-q", "--no-ff", "-m", "merge", "branch")
-    environ = {"GITHUB_BASE_REF": "main", "GITHUB_HEAD_REF": "branch"}
-    assert read_provenance(root, 0.0, environ).commit == head
-    assert read_provenance(root, 0.0, {}).commit != head
+    made = read_provenance(root, 0.0, environ)
+    assert made.branch == "branch"
+    assert made.commit == (head if is_merge else git(root, "rev-parse", "HEAD"))
 
 
 @pytest.mark.parametrize(

@@ -194,6 +194,9 @@ def test_doctor_reports_workers_of_each_pool(
     (tmp_path / "onnx-ops.toml").write_text('store = "s3://bucket/onnx-ops"\npools = "train=gpu"\n')
     (tmp_path / "configs" / "targets").mkdir(parents=True)
     (tmp_path / "configs" / "targets" / "board.yaml").write_text("name: board\npool: boards\n")
+    (tmp_path / "configs" / "targets" / "far.yaml").write_text(
+        "name: far\npool: far\ncustom_ops: {package: acme_missing, domains: [acme]}\n"
+    )
     (tmp_path / "configs" / "targets" / "wrong.yaml").write_text("name: 1\n")
     plain = WorkerStatus(pool="boards", name="old")
     pools.read_status.return_value = (
@@ -201,7 +204,7 @@ def test_doctor_reports_workers_of_each_pool(
         PoolStatus(pool="theirs"),
     )
     found = {one.check: one for one in diagnose(open_project()) if one.check.startswith("pool")}
-    assert found.keys() == {"pool boards", "pool gpu", "pool theirs"}
+    assert found.keys() == {"pool boards", "pool far", "pool gpu", "pool theirs"}
     assert found["pool boards"].found == (
         "board-7-4711 takes benchmark, search; aarch64, Cortex-A76, 4 cores, 8 GB; "
         "ONNX Runtime 1.31.1 with CPUExecutionProvider; onnx-ops 0.1.0\n"
@@ -210,6 +213,7 @@ def test_doctor_reports_workers_of_each_pool(
     states = {check: (one.ok, one.absent) for check, one in found.items()}
     assert states == {
         "pool boards": (True, False),
+        "pool far": (False, False),
         "pool gpu": (False, False),
         "pool theirs": (True, True),
     }

@@ -159,3 +159,15 @@ def test_load_pipeline_without_machine_check_accepts_target_of_missing_package(
     with pytest.raises(NotReadyError, match="package acme_missing is not installed"):
         load_pipeline(file, root=project)
     load_pipeline(file, root=project, machine=False)
+
+
+def test_load_pipeline_without_machine_check_reports_opset_above_target_of_missing_package(
+    project: Path,
+) -> None:
+    write(project, PACKAGED.format("acme_missing") + "\nmax_opset: 15\n")
+    file = project / "toy.yaml"
+    file.write_text(file.read_text().replace("[cpu-1t]", "[cpu-1t, boards]"))
+
+    with pytest.raises(ConfigError, match="target 'boards' accepts opset <= 15") as caught:
+        load_pipeline(file, root=project, machine=False)
+    assert not isinstance(caught.value, NotReadyError)

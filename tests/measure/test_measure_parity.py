@@ -10,13 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import numpy as np
 import onnx
 import pytest
 
 from benchmarks.truth.evidence import evidence
+from benchmarks.truth.faults_ends import _features as exchange_features
 from onnx_ops import codec
 from onnx_ops.adapters.data.sklearn import SklearnSource
 from onnx_ops.adapters.exporters.sklearn import SklearnExporter
@@ -57,6 +58,7 @@ from onnx_ops.statistics.rules.parity_rules import BATCH_INVARIANCE
 from onnx_ops.testing.fakes import FakeWorld
 from onnx_ops.testing.models import rows, write_perceptron
 from tests.support.golden import Golden
+from tests.support.graphs import parse_graph
 from tests.support.pairs import derive, write_changed
 
 TARGET = Target(name="reference")
@@ -408,3 +410,13 @@ def test_find_hardware_divergence_names_only_node_computed_differently(model: Pa
         culprit = next(node for node in graph.node if weight in node.input)
         assert found is not None
         assert found.node == (culprit.name or culprit.output[0]), (weight, found)
+
+
+def test_exchange_features_of_digits_leaves_features_that_are_always_0() -> None:
+    from sklearn.datasets import load_digits
+
+    model = parse_graph("(float[batch,64] x) => (float[batch,64] y) { y = Relu(x) }")
+    draw = Mock(wraps=np.random.default_rng(0))
+    assert exchange_features(model, draw)
+    features = draw.choice.call_args.args[0]
+    assert load_digits().data[:, features].any(axis=0).all()

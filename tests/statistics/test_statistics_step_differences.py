@@ -163,6 +163,24 @@ def test_explain_difference_of_objects_names_cause(value: Any, words: str) -> No
     assert words in explain_difference(OBJECTS, value)
 
 
+@pytest.mark.parametrize(
+    ("places", "text"),
+    [
+        ([0, 1], "limit: 2 instead of 4 objects; the candidate keeps the first 2"),
+        (
+            [0, 3],
+            "detections: 2 instead of 4 objects; the candidate keeps 2 of the same boxes",
+        ),
+        ([], "detections: 0 instead of 4 objects; the candidate keeps 0 of the same boxes"),
+    ],
+)
+def test_explain_difference_of_boxes_without_scores_names_limit_only_for_first_boxes(
+    places: list[int], text: str
+) -> None:
+    boxes = np.array([one["box"] for one in OBJECTS])
+    assert text in explain_difference({"boxes": boxes}, {"boxes": boxes[places]})
+
+
 def test_explain_answers_of_exchanged_labels_names_label_map() -> None:
     pairs = [("cat", "dog"), ("dog", "cat"), ("cat", "dog")]
     assert explain_answers(pairs) == "label map: cat becomes dog, dog becomes cat"

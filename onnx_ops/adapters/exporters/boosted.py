@@ -9,6 +9,7 @@ import copy
 import functools
 import importlib
 import warnings
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,13 @@ _CLASSIFIER_OPTIONS = {
     "zipmap": [True, False, "columns"],
     "raw_scores": [True, False],
 }
+
+_MOST_NESTED = 500
+"""Maximum depth of a tree of XGBoost in the export, where each category is a split.
+
+onnxmltools recurses once for each level. ONNX Runtime 1.31 crashes when it loads a tree of several
+thousand levels (https://github.com/microsoft/onnxruntime/issues/25400).
+"""
 
 
 class _BoostedExporter(SklearnExporter):
@@ -82,7 +90,31 @@ class XgboostExporter(_BoostedExporter):
         "an XGBClassifier, XGBRegressor or XGBRanker (whose `load_model` reads a Booster's file)"
     )
     _converter = ("xgboost.operator_converters.XGBoost", "convert_xgboost")
-    _estimators = (("XGBClassifier", True), ("XGBRegressor", False), ("XGBRanker", False))
+    _estimators = (
+        ("XGBClassifier", True),
+        ("XGBRegressor", False),
+        ("XGBRanker", False),
+        ("XGBRFClassifier", True),
+        ("XGBRFRegressor", False),
+    )
+
+    def export(self, model: object, request: ExportRequest) -> None:
+        """Convert the estimator with a function that visits each node of a tree once.
+
+        onnxmltools 1.16 writes a split by category as a chain of splits with a common branch. It
+        visits the branch again for each split, so its time grows exponentially with the depth.
+        """
+        with warnings.catch_warnings():
+            # Warnings at the import of the converter are not about the user's model.
+            warnings.simplefilter("ignore")
+            module: Any = importlib.import_module(f"onnxmltools.convert.{self._converter[0]}")
+        converter, name = module.XGBConverter, "_remap_nodeid"
+        original = getattr(converter, name)
+        setattr(converter, name, staticmethod(_number_nodes))
+        try:
+            super().export(model, request)
+        finally:
+            setattr(converter, name, staticmethod(original))
 
     def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
         """Run the estimator; refuse an empty batch.
@@ -94,16 +126,41 @@ class XgboostExporter(_BoostedExporter):
         return super().reference(model, inputs, precision)
 
     def _convertible(self, model: object) -> object:
-        """Return a copy of the model whose boosters have no column names.
+        """Return a copy of the model from which onnxmltools reads the trees correctly.
 
-        onnxmltools only accepts names such as `f0` and `f1`, and reads the numbers in them.
+        onnxmltools only accepts column names such as `f0` and `f1`, and reads the numbers in them.
+        It reads a threshold in every split, and XGBoost writes none for columns of booleans. For
+        two classes, it counts the trees of a round by `n_estimators`, which is wrong for forests
+        and after continued training.
         """
         copied = copy.deepcopy(model)
         for part in list_estimators(copied):
             if type(part).__module__.startswith("xgboost"):
                 booster: Any = part.get_booster()  # type: ignore[attr-defined]
-                booster.feature_names = booster.feature_types = None
+                types = ["c" if kind == "c" else "q" for kind in booster.feature_types or ()]
+                booster.feature_names, booster.feature_types = None, types or None
+                part.n_estimators = None  # type: ignore[attr-defined]
         return copied
+
+
+def _number_nodes(
+    node: Mapping[str, Any], numbers: dict[int, int] | None = None, depth: int = 0
+) -> dict[int, int]:
+    """Return the numbers of a tree's nodes in the file, by their numbers in XGBoost.
+
+    Raises:
+        NotImplementedError: the splits are nested too deeply for onnxmltools and ONNX Runtime.
+    """
+    numbers = {} if numbers is None else numbers
+    if depth > _MOST_NESTED:
+        raise NotImplementedError(
+            f"a path through a tree tests more than {_MOST_NESTED} thresholds and categories"
+        )
+    if node["nodeid"] not in numbers:
+        numbers[node["nodeid"]] = len(numbers)
+        for child in node.get("children", ()):
+            _number_nodes(child, numbers, depth + 1)
+    return numbers
 
 
 class LightgbmExporter(_BoostedExporter):

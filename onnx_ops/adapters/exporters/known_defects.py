@@ -53,16 +53,8 @@ def _xgboost(part: Any) -> Iterator[ConversionDefect]:
     settings = part.get_params()
     objective = str(getattr(part, "objective", "") or settings.get("objective") or "")
     name = type(part).__name__
-    if settings.get("num_parallel_tree") not in (None, 1):
-        yield (
-            "a forest of XGBoost",
-            "onnxmltools does not read num_parallel_tree",
-            (
-                "Boost single trees (`num_parallel_tree: 1`), or use a forest of scikit-learn or "
-                "LightGBM."
-            ),
-        )
-    if (booster := settings.get("booster")) in ("dart", "gblinear"):
+    learner = json.loads(part.get_booster().save_config())["learner"]
+    if (booster := learner["gradient_booster"]["name"]) in ("dart", "gblinear"):
         yield (
             f"{name} with booster {booster}",
             "onnxmltools reads only plain trees",
@@ -77,16 +69,48 @@ def _xgboost(part: Any) -> Iterator[ConversionDefect]:
     if objective in others:
         yield f"{name} with objective {objective}", _DIFFERS, others[objective]
     alpha = settings.get("quantile_alpha")
-    learner = json.loads(part.get_booster().save_config())["learner"]
     if objective == "reg:quantileerror" and isinstance(alpha, list | tuple) and len(alpha) > 1:
         yield f"{name} with several quantiles", _DIFFERS, "Train one model for each quantile."
     elif int(learner["learner_model_param"].get("num_target", "1")) > 1:
         yield f"{name} with several targets", _DIFFERS, "Train one model for each target."
+    if int(learner["gradient_booster"]["gbtree_model_param"]["num_parallel_tree"]) > 1:
+        yield from _xgboost_forest(part, int(learner["learner_model_param"]["num_class"]))
     if "c" in (part.get_booster().feature_types or ()):
+        yield from _xgboost_categories(part)
+
+
+def _xgboost_forest(part: Any, classes: int) -> Iterator[ConversionDefect]:
+    name = f"{type(part).__name__} with several trees in a round (num_parallel_tree)"
+    if hasattr(part, "best_iteration"):
         yield (
-            f"{name} with categories (enable_categorical)",
-            "onnx-ops does not convert splits by category",
-            "Encode the column in a ColumnTransformer, with OrdinalEncoder or OneHotEncoder.",
+            f"{name} and early stopping",
+            "onnxmltools keeps one tree for each round",
+            "Set n_estimators to best_iteration + 1, and train without early_stopping_rounds.",
+        )
+    if classes > 1:
+        yield (
+            f"{name} and {classes} classes",
+            "onnxmltools assigns successive trees to successive classes",
+            "Train an XGBClassifier with num_parallel_tree=1, or use a forest of scikit-learn.",
+        )
+
+
+def _xgboost_categories(part: Any) -> Iterator[ConversionDefect]:
+    name = type(part).__name__
+    if not part.get_booster().get_categories().empty():
+        yield (
+            f"{name} with data frame columns of type category",
+            "XGBoost assigns numbers to the categories, which the export does not contain",
+            (
+                "Encode the column in a ColumnTransformer with OrdinalEncoder, "
+                "and mark it with c in `feature_types`."
+            ),
+        )
+    if hasattr(part, "classes_") and part.get_booster()[:1].get_dump()[0].startswith("0:leaf"):
+        yield (
+            f"{name} with categories and a first tree without splits",
+            "ONNX Runtime 1.31 can add leaves of other trees to this tree",
+            "Encode the column in a ColumnTransformer, with OneHotEncoder.",
         )
 
 

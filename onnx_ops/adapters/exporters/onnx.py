@@ -14,6 +14,7 @@ from onnx_ops.domain.target import CustomOps, Target
 from onnx_ops.errors import UserError
 from onnx_ops.onnx_graph.compatibility import (
     CONVERT,
+    add_default_domain,
     check_libraries,
     check_model,
     drop_zipmaps,
@@ -113,7 +114,7 @@ class OnnxExporter(Exporter):
                 "the file is newer than the opset or IR version of the pipeline",
                 where="export",
                 why=why,
-                remedy=suggest_versions(model_info),
+                remedy=suggest_versions(model_info, section),
             )
         copy_model(source, request.path)
 
@@ -172,6 +173,7 @@ def _run_converter(source: Path, result: Path, opset: int, ir_version: int) -> N
     from onnx import version_converter
 
     model = read_model(source)
+    add_default_domain(model)
     converted = version_converter.convert_version(model, opset)
     restore_metadata(converted, model)
     converted.ir_version = ir_version

@@ -341,11 +341,7 @@ def _convert(model: object, layout: InputLayout, opset: int, own: str) -> Any:
         "U": data_types.StringTensorType,
     }
     options = _options(model)
-    packages = {
-        type(part).__module__.partition(".")[0]: None
-        for part in list_estimators(model)
-        if "RF" not in type(part).__name__
-    }
+    packages = {type(part).__module__.partition(".")[0]: None for part in list_estimators(model)}
     remedy = _REMEDY
     if layout.is_table and getattr(model, "steps", None) is None:
         remedy = (

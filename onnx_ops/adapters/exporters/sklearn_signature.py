@@ -157,14 +157,15 @@ def _check_features(features: Sequence[str], names: Sequence[str] | None) -> Non
 
     A matrix whose columns have other names is not checked.
     """
-    if names is None or list(features) == list(names) or sorted(features) != sorted(names):
+    matched = _match_columns(features, names or ())
+    if list(features) == matched or sorted(features) != sorted(matched):
         return
     raise UserError(
         "the order of the matrix columns differs from the order in the fit",
         where=WHERE,
-        why=f"the model takes {', '.join(names[:_SHOWN])}; "
+        why=f"the model takes {', '.join(matched[:_SHOWN])}; "
         f"the matrix has {', '.join(features[:_SHOWN])}",
-        remedy=_list_columns(names),
+        remedy=_list_columns(matched),
     )
 
 
@@ -391,29 +392,36 @@ def _kind(array: Any) -> str:
 def _ordered(samples: Tensors, names: list[str] | None) -> Tensors:
     """Return the inputs in the order of the columns on which the estimator was fitted.
 
-    LightGBM replaces spaces in the names of columns.
-
     Raises:
         UserError: the names of the inputs differ from the columns of the fit.
     """
     if names is None:
         return samples
-    plain = {name.replace(" ", "_"): name for name in samples}
-    ordered = [name if name in samples else plain.get(name, "") for name in names]
+    ordered = _match_columns(samples, names)
     if "" in ordered or len(ordered) != len(samples):
-        raise _not_fitted(list(samples), names)
+        raise _not_fitted(list(samples), names, ordered)
     return {name: samples[name] for name in ordered}
 
 
-def _not_fitted(inputs: list[str], names: list[str]) -> UserError:
-    lacking = [name for name in names if name not in inputs]
-    spare = [name for name in inputs if name not in names]
+def _match_columns(columns: Collection[str], names: Sequence[str]) -> list[str]:
+    """Return the data's column for each column of the fit; "" if it is missing.
+
+    LightGBM replaces spaces in the names of columns.
+    """
+    plain = {column.replace(" ", "_"): column for column in columns if column not in names}
+    return [name if name in columns else plain.get(name, "") for name in names]
+
+
+def _not_fitted(inputs: list[str], names: list[str], ordered: list[str]) -> UserError:
+    """Return the error of columns that differ; `ordered` is from `_match_columns`."""
+    lacking = [name for name, column in zip(names, ordered, strict=True) if not column]
+    spare = [name for name in inputs if name not in ordered]
     return UserError(
         "the columns of the data differ from the columns of the fit",
         where=WHERE,
         why=f"the model takes {', '.join(names[:_SHOWN])}; the data "
         + (f"lacks {lacking[0]!r}" if lacking else f"also has {spare[0]!r}"),
-        remedy=_list_columns(names),
+        remedy=_list_columns([column or name for name, column in zip(names, ordered, strict=True)]),
     )
 
 

@@ -117,7 +117,9 @@ def _explain_count(ours: Detections, theirs: Detections) -> str:
         return f"detections: {counts}"
     dropped = [index for index in range(len(more)) if index not in kept]
     if more.scores is None:
-        return f"limit: {counts}; the {side} keeps {len(fewer)} of the same boxes"
+        if kept and kept == set(range(len(fewer))):
+            return f"limit: {counts}; the {side} keeps the first {len(fewer)}"
+        return f"detections: {counts}; the {side} keeps {len(fewer)} of the same boxes"
     lost = more.scores[dropped]
     remaining = more.scores[sorted(kept)]
     is_lowest = not len(remaining) or float(lost.max()) <= float(remaining.min())
