@@ -740,8 +740,8 @@ HEAD = f"""# Tabular models, case by case
 This page lists tabular models of scikit-learn, XGBoost and LightGBM, and whether each works from export to endpoint.
 `benchmarks/tables.py` writes this page.
 
-- Each model is fitted on columns of a CSV file, exported at the default opset, and compared with its source on all
-  [groups of inputs](parity.md#groups-of-inputs) of the parity gate.
+- Each model is fitted on columns of a CSV file, and exported at the default opset. The export is compared with its
+  source on all [groups of inputs](parity.md#groups-of-inputs) of the parity gate.
 - The model is then published to an endpoint server, which gets {ASKED} rows as records, as instances and as CSV. In
   many cases, some cells are missing. The answers of the endpoint are compared with the source's.
 
@@ -779,8 +779,8 @@ def report(folder: Path, endpoint: Endpoint) -> None:
         "equal to the source's in float32"
     )
     print(
-        "and not in float64, because a number is near a threshold (such as a split of a tree), "
-        "and rounding decides its side. They are in these cases:"
+        "and not in float64. The reason is a number near a threshold (such as a split of a tree): "
+        "rounding decides its side. The answers are in these cases:"
     )
     print("; ".join(f"{case} ({count})" for case, count in endpoint.rounded.items() if count) + ".")
 
