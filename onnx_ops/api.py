@@ -259,8 +259,8 @@ def rollback(
 
     Args:
         endpoints: Names of endpoints. Without names, `model` is required. Then the endpoints of
-            the model that serve its latest release are rolled back; if `to` is set, all endpoints
-            of the model.
+            the model that serve its latest release are rolled back. If `to` is set, all endpoints
+            of the model are rolled back.
         reason: Recorded in the ledger.
         to: Version to roll back to. By default, the stable version during a rollout, and otherwise
             the previous version.

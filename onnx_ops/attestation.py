@@ -2,10 +2,10 @@
 
 A server with trusted keys loads the files of a deployment only if a signed statement names them.
 
-A statement is an in-toto Statement v1 (https://in-toto.io/Statement/v1) whose subject is a manifest
-of files and whose predicate is a record: a decision or an override. The statement is signed in a
-DSSE envelope with ECDSA P-256 and SHA-256. The signature covers the stored bytes, so that
-verification never encodes a record again.
+A statement is an in-toto Statement v1 (https://in-toto.io/Statement/v1). Its subject is a manifest
+of files. Its predicate is a record: a decision or an override. The statement is signed in a DSSE
+envelope with ECDSA P-256 and SHA-256. The signature covers the stored bytes, so that verification
+never encodes a record again.
 """
 
 from __future__ import annotations
@@ -284,7 +284,7 @@ class TrustedKeys:
 
     Args:
         paths: PEM files of public keys, or folders with `*.pub.pem` files. A missing path adds no
-            key. Keys directly in a folder are trusted for both roles; keys in its folders `gate`
+            key. Keys directly in a folder are trusted for both roles. Keys in its folders `gate`
             and `release` are trusted for that role only.
         encoded: further keys, as the method `encoded` returns them.
         role: role for which the keys must be trusted.

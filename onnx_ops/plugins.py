@@ -204,7 +204,7 @@ def _find_namesake(package: str) -> str:
     """Return the distribution of a package, if both have the same name.
 
     `_NAMESAKES` lists exceptions, which are found too. The result is empty for any other package.
-    The function avoids the table of all packages: to build the table, Python reads the files of
+    The function avoids the table of all packages. To build the table, Python reads the files of
     every distribution, which takes half a second.
     """
     try:
@@ -318,8 +318,8 @@ def select_environment(plugin: Plugin, env: Environment | None) -> Environment |
 
     Raises:
         UserError: `env` requests packages or a Python version in this installation, which stages
-            never change. The same error is raised for an environment without requirements, if the
-            plugin has none either.
+            never change. The same error is raised if both the environment and the plugin lack
+            requirements.
     """
     own = plugin.requirements
     if env is not None and not env.isolated:

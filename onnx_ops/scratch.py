@@ -185,7 +185,7 @@ def create_file(path: Path, data: bytes, mode: int = PRIVATE) -> bool:
     """Write a file if `path` does not exist; return whether the file was written.
 
     By default, only its owner can access the file. The file is written under another name and then
-    linked, because an exclusive open would leave a partial file if the writer is killed.
+    linked. An exclusive open would leave a partial file if the writer is killed.
     """
     with _temporary_file(path.parent, mode) as temporary:
         temporary.write_bytes(data)

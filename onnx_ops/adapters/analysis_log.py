@@ -194,7 +194,7 @@ class AnalysisLog:
         """Delete the unneeded objects of a rollout; return whether its attempt was ended.
 
         An attempt is ended with the reason `why` if its last entry is older than `keep_s` and than
-        the attempt's `max_duration`; its earlier entries are then deleted immediately. The earlier
+        the attempt's `max_duration`. Its earlier entries are then deleted immediately. The earlier
         entries of an attempt that a client ended are deleted a day later. A call after another
         `keep_s` deletes the remaining objects.
 

@@ -2,8 +2,8 @@
 
 A pinned address (see `domain.pinned_address`) always means the same content. It is therefore
 downloaded once; later runs need no network. Files are checked whenever they are taken from the
-cache: a file of a web server against the pinned digest, files of the hub and of archives against
-the digest of what was downloaded.
+cache. A file of a web server is checked against the pinned digest. Files of the hub and of archives
+are checked against the digest of what was downloaded.
 """
 
 from __future__ import annotations
@@ -242,8 +242,8 @@ def _explain_status(status: int, address: WebAddress) -> OnnxOpsError:
 def _download_repository(address: HubAddress, folder: Path) -> None:
     """Download a file or a folder of a repository, or the whole repository.
 
-    The external data of an ONNX file is downloaded with it, if the name of the data begins with the
-    name of the file, followed by `_data` or `.data`.
+    The external data of an ONNX file is downloaded with it. The name of the data must begin with
+    that of the file, followed by `_data` or `.data`.
 
     Raises:
         MissingPackageError: the package of the hub is not installed.

@@ -267,9 +267,9 @@ class _Watch:
 
         A server that is more than `_MAX_LAG` epochs behind the median server is not waited for.
 
-        In an epoch, every server assigns a cell to the same version, so the servers' counts of a
-        cell are added to one unit. If a follower replaced another follower of a server, both report
-        the epochs of this server, but each epoch is added only once.
+        In an epoch, every server assigns a cell to the same version. The servers' counts of a cell
+        are therefore added to one unit. If a follower replaced another follower of a server, both
+        report the epochs of this server. Each epoch is added only once.
         """
         numbers = sorted(one.closed_through for one in counts if one.closed_through)
         if not numbers:
@@ -464,8 +464,8 @@ def count_slower(
     """Return the number of requests slower than a bound of a cumulative histogram.
 
     The result is None if `latency_s` is not a bound. `below` maps each bound in seconds to the
-    number of requests up to the bound, and `timed` is the number of all timed requests. `tolerance`
-    is relative.
+    number of requests up to the bound. `timed` is the number of all timed requests. `tolerance` is
+    relative.
     """
     counts = (
         count for bound, count in below.items() if math.isclose(bound, latency_s, rel_tol=tolerance)

@@ -3,11 +3,11 @@
 `/v1/rollouts` is for scripts. It also shows and forgets rollouts of Argo Rollouts and Flagger. The
 name of a rollout of Flagger is `NAMESPACE/NAME`, so a name in the path can contain slashes.
 
-`/v1/argo` is for the web metric of Argo Rollouts. A reply of 200 is a measurement: `fail` meets the
-failureCondition, `pass` the successCondition, and `inconclusive` neither of them, so that Argo
-measures again up to its `inconclusiveLimit` and then pauses. Missing counts are `inconclusive`. A
-wrong request has another status, which Argo counts as an error; errors abort the rollout after
-`consecutiveErrorLimit`. No reply about a fault is a success.
+`/v1/argo` is for the web metric of Argo Rollouts. A reply of 200 is a measurement. `fail` meets the
+failureCondition, `pass` the successCondition, and `inconclusive` neither of them. After
+`inconclusive`, Argo measures again up to its `inconclusiveLimit`, and then pauses. Missing counts
+are `inconclusive`. A wrong request has another status, which Argo counts as an error; errors abort
+the rollout after `consecutiveErrorLimit`. No reply about a fault is a success.
 
 `/v1/flagger` is for the webhooks of Flagger. Flagger reads only the status, and shows the text of a
 refusal in its events. The kind of the webhook is in the path, since the payload does not have it.

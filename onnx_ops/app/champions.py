@@ -3,7 +3,8 @@
 Each champion is measured with the benchmark of its decision, on the current runtime and machine.
 
 A benchmark is stored under the digest of its evidence. The signed decision of a version contains
-this digest, so the benchmark can be repeated without a pipeline file and after later releases.
+this digest. The benchmark can therefore be repeated without a pipeline file and after later
+releases.
 """
 
 from __future__ import annotations

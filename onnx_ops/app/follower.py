@@ -3,9 +3,9 @@
 The follower reads new routing tables from the object store. Only this process has the client of the
 object store and its credentials. It starts the server without them, and publishes the newest table
 to the server through the admin API. It also renews the server's lease, and writes reports about the
-server's state and counts. Reading, publishing and reporting have a thread each. A store that does
-not answer therefore delays neither the restart of the server nor the end of a lease. The server's
-workers determine the end of a lease by their own clock.
+server's state and counts. Reading, publishing and reporting have a thread each. A silent store
+therefore cannot delay the restart of the server or the end of a lease. The server's workers
+determine the end of a lease by their own clock.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A process that has imported the modules of stages, and forks for each stage.
 
 This saves half a second of CPU time for each further stage (docs/adr/0028-scale.md). Python's own
-fork server is not used: it imports the main module in every child, and every forked process starts
+fork server is not used. It imports the main module in every child, and every forked process starts
 another fork server. This fork server forks a monitor for each request. The monitor forks the
 stage's process, and reports its process id and exit code.
 """
@@ -120,7 +120,7 @@ class ForkServer:
         self._packages: tuple[str, ...] = ()
 
     def start(self, packages: Collection[str] = ()) -> None:
-        """Start the server process, unless there is one, without waiting for its imports.
+        """Start the server process if none runs; do not wait for its imports.
 
         Args:
             packages: further packages that the server imports, so that stages need not import them.
@@ -238,8 +238,8 @@ def _import_packages() -> None:
 def _fork_monitored(stdin: int, stdout: int, status: int) -> None:
     """Fork, and return only in the new process.
 
-    The monitor, which is the parent process, reports the id of the new process, waits for its end,
-    and reports its exit code.
+    The monitor is the parent process. It reports the id of the new process, waits for its end, and
+    reports its exit code.
     """
     pid = os.fork()
     if pid == 0:

@@ -261,8 +261,8 @@ class Preflight:
     def _read_model(self) -> tuple[ModelInfo | None, list[str]]:
         """Return the description of the project's existing ONNX file, and its problems.
 
-        The description is None without a local ONNX file, or if the file cannot be read. The
-        problems are the reasons why onnx-ops refuses the file.
+        The description is None if the local ONNX file is missing or cannot be read. The problems
+        are the reasons why onnx-ops refuses the file.
         """
         from onnx_ops.onnx_graph.compatibility import (
             list_user_model_notes,

@@ -471,8 +471,8 @@ def execute(
 ) -> RunResult:
     """Run a plan, and compare the release with `base` in the report.
 
-    Up to `jobs` stages run concurrently. If no value of the file was overridden, and no tracked
-    file differs from the commit, the measurements are recorded under the commit. An error of this
+    Up to `jobs` stages run concurrently. The measurements are recorded under the commit if all
+    values are those of the file, and all tracked files those of the commit. An error of this
     recording is ignored; later comparisons then report that no measurements are recorded.
 
     Args:

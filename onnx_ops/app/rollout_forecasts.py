@@ -191,8 +191,8 @@ def _find_entry_cadence(project: Project, entry: Deploy) -> Cadence:
 def _make_cadence(has_epochs: bool, capabilities: Iterable[str]) -> Cadence:
     """Return how counts reach the analysis of a rollout.
 
-    Of all metrics sources, only those that read the servers themselves count by unit: a user in
-    an epoch, or a request without a key. Such a source has the capability `cold_starts`.
+    Only metrics sources that read the servers themselves count by unit. A unit is a user in an
+    epoch, or a request without a key. Such a source has the capability `cold_starts`.
     """
     if "exceedances" not in capabilities:
         return Cadence(source="percentiles", lag_s=_SERVICE_S)

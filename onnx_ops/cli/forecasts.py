@@ -73,8 +73,9 @@ def forecast(
     """Forecast how long a rollout takes, and which harm it finds.
 
     The forecast follows from the policy and the traffic. For each step except a cold start, it
-    shows the time of a healthy candidate with the bounds of 90 % of rollouts, what the step waits
-    for, and after what time a harm is found. If a step cannot end in time, it shows what to change.
+    shows the time of a healthy candidate with the bounds of 90 % of rollouts. It also shows what
+    each of these steps waits for, and after what time a harm is found. If a step cannot end in
+    time, it shows what to change.
 
     Example: onnx-ops forecast digits-cnn --harm errors=1%
 

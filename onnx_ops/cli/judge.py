@@ -417,7 +417,7 @@ def _with_casts(given: Sequence[Path], stack: ExitStack) -> tuple[Path, Path, li
     """Return both files, with added casts if needed, and notes on the casts.
 
     Casts are added to a copy of a file if its inputs have other float types than the baseline's, or
-    if inputs or outputs are bfloat16; see `write_with_boundary_casts`.
+    if inputs or outputs are bfloat16. See `write_with_boundary_casts`.
     """
     from onnx_ops.onnx_graph.rewrites import read_boundary_types, write_with_boundary_casts
     from onnx_ops.scratch import Scratch
@@ -618,7 +618,7 @@ def _list_options(
     """Return every combination of dimensions and batch size.
 
     If the models have a fixed batch size, only this size is used. `fixed` names the dimensions that
-    the candidate fixes. They are not free in `inputs`, unless another input has the same dimension.
+    the candidate fixes. They are free in `inputs` only if another input has the same dimension.
     """
     from onnx_ops.onnx_graph.input_bounds import read_input_bounds
     from onnx_ops.tools.generated_rows import generate_samples

@@ -213,9 +213,9 @@ def keys_retire(
 ) -> None:
     """Stop trusting a key: for all decisions, and for new entries of ledgers.
 
-    Entries of ledgers that the key has signed until now stay valid; after a theft, only those up to
-    the entry that --keep names. The command refuses if versions under aliases or at endpoints would
-    lose their decision, and lists them.
+    Entries of ledgers that the key has signed until now stay valid. After a theft, only those up to
+    the entry that --keep names stay valid. The command refuses if versions under aliases or at
+    endpoints would lose their decision, and lists them.
 
     Example: onnx-ops keys retire 3f2a91c07be4 --dry-run
     """

@@ -94,9 +94,10 @@ def quantize(
     `--method auto` searches for the recipe under a budget. A repeated call resumes an interrupted
     search. The search writes all its trials beside OUT, as OUT.search.json.
 
-    The output shows how the variant was made and why, its size, and for each target what runs in
-    int8 (for a float variant: an estimate of its time), and what slows it down, with the setting
-    that fixes it. `judge` and the gates of a pipeline decide whether it is correct and fast enough.
+    The output shows how the variant was made and why, and its size. For each target, it shows what
+    runs in int8, or for a float variant an estimate of its time. It also shows what slows the
+    variant down there, with the setting that fixes it. `judge` and the gates of a pipeline decide
+    whether it is correct and fast enough.
 
     Exit code: 0 created, 2 wrong input, 4 the library failed.
 

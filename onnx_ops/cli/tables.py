@@ -48,8 +48,8 @@ class PlannedStage:
         pool: Work pool whose workers run the stage; empty for this machine.
         seconds: Duration of the last execution; None if the stage would not run, or has not run
             yet.
-        price: Price of this duration; None without a duration, if the stage is not a benchmark, or
-            if the target has no price.
+        price: Price of this duration, if it is known, for a benchmark on a target with a price;
+            otherwise None.
     """
 
     stage: str

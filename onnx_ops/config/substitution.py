@@ -72,8 +72,8 @@ def read_document(
     """Read a file, and apply overrides and environment variables.
 
     From now on, messages hide the values of the variables that were used, unless a value is very
-    short. A `${env:NAME}` becomes an issue if `environ` does not have the variable, if `reach` does
-    not allow it, or in a place other than `WITH_ENVIRONMENT`.
+    short. A `${env:NAME}` becomes an issue if `environ` lacks the variable, or `reach` forbids it.
+    It also becomes an issue in a place other than `WITH_ENVIRONMENT`.
 
     Raises:
         NotFoundError, UserError: There is no such file, or the file cannot be read.

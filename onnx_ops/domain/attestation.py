@@ -80,9 +80,9 @@ class OverrideRecord:
 
     A person signs the record, or the registry's server signs it for a person.
 
-    `custom_ops` and `execution` are copied from the signed decision about this content, if there is
-    one: the target's libraries of operators, and how the target runs a model. `by` is the actor
-    that signed. In a record of the registry's server, it is the user that the server has
+    `custom_ops` are the target's libraries of operators, and `execution` is how the target runs a
+    model. Both are copied from the signed decision about this content, if there is one. `by` is the
+    actor that signed. In a record of the registry's server, it is the user that the server has
     authenticated; empty without authentication. `at` is ISO 8601 in UTC. Records with different
     times are different overrides.
     """

@@ -59,9 +59,9 @@ class RankingMetrics:
     """The metrics of one variant on one target that ranking uses.
 
     `ratio` is the request time divided by the export's request time. `change` is the improvement of
-    the task metric `metric` over the export's value: a difference or, where lower is better, the
-    share by which the error fell. `seconds` is the median time of a single request. `load` is the
-    time per request under the highest measured load.
+    the task metric `metric` over the export's value. It is a difference or, where lower is better,
+    the share by which the error fell. `seconds` is the median time of a single request. `load` is
+    the time per request under the highest measured load.
     """
 
     size_bytes: int = 0
@@ -133,7 +133,7 @@ class GateResult:
     number of observations, and `groups` the number of groups that they form. `p_value` is the
     chance of an estimate at least as good if the truth were at the limit. An advisory result is
     shown, and does not affect the verdict. `slices` are the results on slices of the rows, the
-    worst first; `estimate`, `low`, `high`, `n` and `groups` are then those of the worst slice.
+    worst first. `estimate`, `low`, `high`, `n` and `groups` are then those of the worst slice.
     """
 
     gate: str
@@ -203,12 +203,13 @@ class Decision:
 class DecisionRecord:
     """The signed record of one decision, bound to the content that was judged.
 
-    `batchable`: measurements showed that each row's answer is independent of the other rows in the
-    batch, and did not show that running requests together is slower. `threads` is the number of
-    requests, or of batches of them, that a server should run concurrently; 0 means as many as
-    possible. `custom_ops` are the libraries of operators that the target declares. `execution` is
-    how the target runs a model. `decided_at` is ISO 8601 in UTC. `sequence` grows with every
-    decision (milliseconds since the epoch); the valid decision with the highest sequence applies.
+    `batchable` is True under two conditions. Measurements showed that each row's answer is
+    independent of the other rows in the batch. They did not show that running requests together is
+    slower. `threads` is the number of requests, or of batches of them, that a server should run
+    concurrently; 0 means as many as possible. `custom_ops` are the libraries of operators that the
+    target declares. `execution` is how the target runs a model. `decided_at` is ISO 8601 in UTC.
+    `sequence` grows with every decision (milliseconds since the epoch); the valid decision with the
+    highest sequence applies.
     """
 
     schema: int = 1

@@ -134,8 +134,8 @@ class EndpointState:
     def covers(self, other: EndpointState) -> bool:
         """Return whether this state equals another one, apart from idle deployments.
 
-        Both states must be equivalent, except that this state can have further deployments that get
-        neither traffic nor copies.
+        Both states must be equivalent, but this state can have further idle deployments. An idle
+        deployment gets neither traffic nor copies.
         """
         (mine, *shared), (theirs, *wanted) = _effect(self), _effect(other)
         spare = {name: effect for name, effect in mine.items() if name not in theirs}
@@ -179,7 +179,7 @@ def preview_rollback(current: EndpointState | None, state: EndpointState) -> End
 
 
 def drop_idle_deployments(state: EndpointState) -> EndpointState:
-    """Return the state without deployments that get neither traffic nor copies."""
+    """Return the state with only the deployments that get traffic or copies."""
     weights, shadow = state.split.weights, state.split.shadow
     deployments = tuple(
         one for one in state.deployments if weights.get(one.name) or shadow.get(one.name)

@@ -73,7 +73,7 @@ class ActivationMeasurement:
             rounding over that range.
         stretch: width of the range relative to the width of the values, at the end where the range
             fits best. None if the range can be the fixed range of a function (Softmax, Sigmoid,
-            Tanh). Also None if a value is not finite, or if no value differs from 0.
+            Tanh). Also None if a value is NaN or infinite, or if all values are 0.
     """
 
     tensor: str
@@ -265,10 +265,10 @@ class PairedCounts:
     and neither on the rest of the `n` rows. `against` names the other model, `champion` or `fp32`;
     empty for an absolute value.
 
-    Where the data names groups, `groups` counts them. `change_effect` and `value_effect` are design
-    effects, of the change and of the candidate's own value: the number of rows that carry as much
-    information as one independent row. `equal`: whether all outputs of both models are equal on
-    every row, so that the change is exactly 0.
+    Where the data names groups, `groups` counts them. `change_effect` and `value_effect` are the
+    design effects of the change and of the candidate's own value. A design effect is the number of
+    rows that carry as much information as one independent row. `equal`: whether all outputs of both
+    models are equal on every row, so that the change is exactly 0.
     """
 
     metric: str
@@ -321,7 +321,7 @@ class ScoreComparison:
     `groups` is the number of groups if the data names groups; 0 otherwise. `effective` is the
     effective number of rows (or groups) that contribute to the candidate's error: (sum of errors)^2
     / sum of squared errors. `heavy` holds the indices of the worst rows, which together contribute
-    half of the candidate's error, the worst row first; at most ten are kept.
+    half of the candidate's error. The worst row is first, and at most ten are kept.
 
     If few rows (or groups) cause most of the losses, `carrying` counts those with the largest
     losses. Without them, the losses of both models are spread evenly enough. `rest` is the
@@ -368,11 +368,11 @@ class LatencyComparison:
 
     Both models are measured in the same run, on one machine.
 
-    `log_ratios[i]` holds log(median B / median A) of the block pairs of session pair i;
-    `self_log_ratios` the same for A against itself, the measure of the host's noise. `baseline` is
-    the digest of A's file. `runs` counts the timed runs, and `preempted` those that were preempted.
-    Each run is the mean of `calls` inferences; `calls` exceeds 1 where the target's clock is too
-    coarse for a single inference.
+    `log_ratios[i]` holds log(median B / median A) of the block pairs of session pair i.
+    `self_log_ratios` holds the same for A against itself, the measure of the host's noise.
+    `baseline` is the digest of A's file. `runs` counts the timed runs, and `preempted` those that
+    were preempted. Each run is the mean of `calls` inferences; `calls` exceeds 1 where the target's
+    clock is too coarse for a single inference.
     """
 
     against: str

@@ -170,7 +170,7 @@ class MeasurementRequest:
     `throughput` are the concurrencies to measure. `starts` requests starts of fresh processes.
     `tolerances` are the regressions that the measurement must be able to detect, by kind of gate.
     They determine how long the measurement takes. Their entry `speedup` holds the required
-    speed-ups over the export, expressed as slow-downs: a speed-up of 10% is 1 / 1.1 - 1.
+    speed-ups over the export, expressed as slow-downs. A speed-up of 10% is 1 / 1.1 - 1.
     """
 
     throughput: Sequence[int] = ()

@@ -738,8 +738,8 @@ def _close(state: ReleaseState, outcome: ActionOutcome, at: float) -> ReleaseSta
 
 def _complete(state: ReleaseState, action: Action, at: float) -> ReleaseState:
     """Close the open intent, and apply the roles of its action."""
-    # While there is a candidate, a command stays in force after two kinds of actions: those that
-    # keep the state, and those that were decided before the command.
+    # While there is a candidate, a command stays in force after actions that keep the state. It
+    # also stays in force after actions that were decided before the command.
     keeps_command = action.roles.candidate is not None and (
         action.kind in (ActionKind.RESTORE, ActionKind.RECONFIGURE)
         or state.command_sequence > state.decision_sequence

@@ -85,9 +85,9 @@ class Trial:
     `excluded` are the nodes that stay in float, and `why` is the reason for the trial. `drop` is
     the loss of the task metric against fp32 (negative: a gain), the largest over the targets.
     `error` is the root mean square distance of a float output from that of fp32, in units of its
-    standard deviation, the largest over the outputs. `ratios` are request times divided by the
-    request times of fp32, and `p99` is in seconds, both by target. `p99` is measured only if the
-    budget limits it and permits `drop`. `failure` is the reason why there are no measurements.
+    standard deviation. It is the largest over the outputs. `ratios` are request times divided by
+    the request times of fp32, and `p99` is in seconds, both by target. `p99` is measured only if
+    the budget limits it and permits `drop`. `failure` is the reason why there are no measurements.
     """
 
     recipe: str

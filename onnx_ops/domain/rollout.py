@@ -88,7 +88,7 @@ class Action:
     """One effect on an endpoint: the state to apply, and the resulting roles.
 
     `aliases` are the registry writes that follow (None deletes the alias). `reject` are releases
-    that must not return without an override, or manifests of single versions whose release stays in
+    that require an override to return, or manifests of single versions whose release stays in
     service.
     """
 
@@ -319,8 +319,9 @@ def choose_next_action(
 def plan_abort(roles: Roles, target: str, *, why: str, reject: bool) -> Action:
     """Return the action that gives the stable version all traffic.
 
-    The candidate stays loaded without traffic. With `reject`, its release is rejected (only its
-    version, if the stable version has the same release), and the challenger's alias is deleted.
+    The candidate stays loaded without traffic. With `reject`, its release is rejected, and the
+    challenger's alias is deleted. If the stable version has the same release, only the candidate's
+    version is rejected.
 
     Raises:
         ValueError: no rollout is in progress.
@@ -363,8 +364,8 @@ def plan_rollback(roles: Roles, to: Deployment, target: str, *, why: str) -> Act
 def plan_reversal(roles: Roles, begun: Action, target: str, *, why: str) -> Action | None:
     """Return the action that reverses `begun`, which started at `roles`.
 
-    Return None if no version was stable before, or if `begun` neither starts, advances nor finishes
-    a rollout.
+    A version must have been stable before, and `begun` must start, advance or finish a rollout.
+    Otherwise, return None.
     """
     if roles.stable is None or begun.kind not in (
         ActionKind.START,
@@ -477,8 +478,8 @@ class _Rollout:
     def find_abort(self, desired: Deployment | None) -> Action | None:
         """Return the abort of a candidate that failed or that is no longer requested.
 
-        A candidate is no longer requested if the registry requests neither the candidate nor the
-        stable version. The result is None if the rollout can continue, or without a candidate.
+        A candidate stays requested while the registry requests it or the stable version. The result
+        is None if the rollout can continue, or without a candidate.
         """
         candidate, analysis = self.roles.candidate, self.analysis
         if candidate is None:

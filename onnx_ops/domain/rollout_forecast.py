@@ -80,7 +80,7 @@ class Harm:
 class Duration:
     """A duration in seconds: the median, and the bounds of 90 % of rollouts.
 
-    A value is None if the wait does not end, or not within the simulated time.
+    A value is None if the wait does not end within the simulated time.
     """
 
     median_s: float | None

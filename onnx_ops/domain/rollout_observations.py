@@ -51,9 +51,9 @@ class RequestCounts:
     `errors` are the server's own failures. `refused` are requests that the server did not accept.
     They are the client's fault unless the other version accepts them. `timed` counts the requests
     with a latency (None: all requests). Of these, `over_p50` and similar fields count the requests
-    above the deployment's thresholds (None: unknown), and `over_places` those above the thresholds
-    of `LATENCY_PLACES`. `feedback` counts the entries that clients reported, and `successes` the
-    successes among these entries.
+    above the deployment's thresholds (None: unknown). `over_places` counts those above the
+    thresholds of `LATENCY_PLACES`. `feedback` counts the entries that clients reported, and
+    `successes` the successes among these entries.
     """
 
     requests: int = 0

@@ -177,7 +177,8 @@ class CustomOps:
     """A shared library of custom operators that a target needs.
 
     A file names the library by `path` and `digest`, or by `package`. In the second case, path and
-    digest are set when the target is loaded, to those of the library in the installed package.
+    digest are those of the library in the installed package. They are set when the target is
+    loaded.
     """
 
     path: Annotated[str, doc("Path of the library, relative to the project's root.")] = ""

@@ -31,7 +31,7 @@ def find_unused_inputs(
     """Return the inputs whose values change no answer to real rows.
 
     Each input in turn is replaced by its values from other rows, and by those from another group.
-    An input without different values is not returned. The result is empty if the model rejects the
+    Only an input with different values is returned. The result is empty if the model rejects the
     real rows or a replacement.
     """
     real = find_real_group(groups)

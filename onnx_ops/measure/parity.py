@@ -128,9 +128,9 @@ def _is_all_nan(array: Array) -> bool:
 def _drop_useless_scores(
     groups: Sequence[ReferenceGroup], roundings: Mapping[str, Mapping[str, Rounding]]
 ) -> dict[str, dict[str, Rounding]]:
-    """Return the roundings without scores that do not rank the source's answers.
+    """Return the roundings, with only the scores that rank the source's answers.
 
-    An output with such scores is measured as a whole.
+    An output with other scores is measured as a whole.
     """
     real = find_real_group(groups)
     tensors = [answers for answers in (real.single, real.double) if answers] if real else []

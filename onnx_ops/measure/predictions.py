@@ -40,10 +40,10 @@ class Prediction:
     """The values that a metric reads from the outputs for some rows.
 
     With `columns` 0, `values` are comparable with the label. Otherwise, `values` hold the index of
-    the best column or the scores of all columns; with 1 column, they hold one score per row.
+    the best column or the scores of all columns. With 1 column, they hold one score per row.
     `broken` is the number of rows with NaN in scores, or with NaN or infinity in detections. For
     other values it is 0. With `ragged`, `values` are detections, whose number can differ from batch
-    to batch. `outputs` are digests of all outputs of the model, one per batch; a digest is "" if no
+    to batch. `outputs` are digests of all outputs of the model, one per batch. A digest is "" if no
     output is of floating point.
     """
 

@@ -51,8 +51,8 @@ WINDOW_S, SIDE_S = 0.01, 0.3
 
 Many short alternating windows distinguish two models better than a few long windows of the same
 total time. A short disturbance affects only few of them. On a busy machine, the ratio of a model to
-itself varied from pair to pair: by 6 % with 40 windows of 8 ms, and by 11 % with 6 windows of 50
-ms.
+itself varied by 6 % from pair to pair with 40 windows of 8 ms. With 6 windows of 50 ms, it varied
+by 11 %.
 """
 
 FEWEST_WINDOWS, MOST_WINDOWS = 4, 32
@@ -120,8 +120,8 @@ def measure_scheduling(
     Returns:
         Median rates in rows per second. The result is empty if servers run the model on the event
         loop, or do not support the target's runtime. It is also empty if the model is too slow to
-        be measured this often, or if a MeasurementError occurs, for example because the model
-        rejects these batches.
+        be measured this often. The same is true if a MeasurementError occurs, for example because
+        the model rejects these batches.
     """
     run_s = latency.quantiles_ns["p50"] / 1e9 / latency.batch
     if target.runtime != _SERVED_RUNTIME or not INLINE_S <= run_s <= _MOST_RUN_S:

@@ -14,7 +14,7 @@ from onnx_ops.metric_formulas.statistic import Array, MetricStatistic, Weights
 def compute_brier_losses(label: Array, probabilities: Array) -> npt.NDArray[np.float64]:
     """Return the squared error of the probabilities of each row, from 0.
 
-    It is the sum over the classes; for two classes it is half of this sum, as in scikit-learn, and
+    It is the sum over the classes. For two classes, it is half of this sum, as in scikit-learn, and
     therefore at most 1.
     """
     true = np.arange(probabilities.shape[1]) == label[:, None]

@@ -286,7 +286,7 @@ def find_recall_jump(matches: Matches) -> float:
     The precision is read at 101 recalls. Whether a class reaches the next recall depends on single
     objects. With one class and one threshold, the metric then changes by 1/101 of the last
     precision. If the recalls of a class are near the same step at several thresholds, the same
-    objects decide, so the jumps are added. Other jumps are added as independent changes.
+    objects decide. These jumps are therefore added. Other jumps are added as independent changes.
     """
     objects = np.asarray(matches.objects.sum(axis=1)).ravel()
     known = int((objects > 0).sum())

@@ -60,8 +60,8 @@ def list_references(label: Array) -> list[list[str]]:
     """Return the references of each row.
 
     Args:
-        label: texts of shape (rows,) or (rows, references). An empty text is not a reference,
-            unless the row has no other text.
+        label: texts of shape (rows,) or (rows, references). An empty text is a reference only if
+            all texts of the row are empty; it then counts once.
     """
     table = label.reshape(len(label), -1).tolist()
     return [[text for text in texts if text] or texts[:1] for texts in table]

@@ -2,9 +2,9 @@
 
 A normalization may scale a few channels far up, and the weights of the next product scale them down
 again. One quantization step for all channels is then too coarse for the other channels. Part of the
-factor is moved into the weights, as by gamma migration (Wei et al. 2022, arXiv 2209.13325) and
-SmoothQuant (Xiao et al. 2023, arXiv 2211.10438), so that 8 bits suffice for values and weights.
-Factors are powers of two, so that the float function does not change by a single bit.
+factor is moved into the weights, so that 8 bits suffice for values and weights. Gamma migration
+(Wei et al. 2022, arXiv 2209.13325) and SmoothQuant (Xiao et al. 2023, arXiv 2211.10438) also do
+this. Factors are powers of two, so that the float function does not change by a single bit.
 """
 
 from __future__ import annotations

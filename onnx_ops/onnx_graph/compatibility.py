@@ -227,7 +227,7 @@ def copy_libraries(model: Path, libraries: Mapping[str, tuple[CustomOps, ...]]) 
     """Copy the operator libraries that a model uses to a folder beside it, by target.
 
     The copies become part of the released version. A model uses a library if a node has one of the
-    library's domains, even if a function of the model defines the operator: sessions prefer the
+    library's domains, even if a function of the model defines the operator. Sessions prefer the
     library's kernel.
 
     Raises:

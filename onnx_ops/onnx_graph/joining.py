@@ -33,9 +33,8 @@ def join_graphs(
 
     Each model takes outputs of the models before it that no other model has taken. An output is
     connected to the input of its name in the next model. If the next model has one input, and one
-    output is left, their names can differ. Outputs that no input takes, and inputs that no output
-    gives, are outputs and inputs of the joined model. Errors are those of `read_model`, and the
-    following.
+    output is left, their names can differ. Unconnected outputs and inputs become outputs and inputs
+    of the joined model. Errors are those of `read_model`, and the following.
 
     Args:
         steps: models or files, in the order of their runs.
@@ -169,13 +168,13 @@ def build_image_decoder(
 
     Its input `name` is uint8 of shape (batch, bytes). Each row is one file, padded with zeros. Its
     output is float32 of shape (batch, 3, height, width): RGB, stretched to the size by linear
-    interpolation with antialiasing, multiplied by `scale`, minus `mean`, divided by `std`. A gray
-    image has the same value in all three channels. The nodes decode one row after another, so that
-    only one image is in memory at its full size.
+    interpolation with antialiasing. Its values are multiplied by `scale`, minus `mean`, divided by
+    `std`. A gray image has the same value in all three channels. The nodes decode one row after
+    another, so that only one image is in memory at its full size.
 
     Args:
         letterbox: level (0 to 255) of the border. The image then keeps its proportions, and is at
-            the top left: its sides are multiplied by min(height / rows, width / columns) and
+            the top left. Its sides are multiplied by min(height / rows, width / columns) and
             rounded to at least 1.
         size_output: name of a second output, float32 of shape (batch, 2): the height and width of
             each image before resizing. With it, a later graph returns boxes in pixels of the image.

@@ -50,7 +50,7 @@ def count_operators(model: onnx.ModelProto) -> dict[str, int]:
     changed its definition, up to the opset that the model imports. Operators of other domains have
     the domain as prefix. Operators that ONNX does not define have no known version. Nodes of
     subgraphs and functions are included. A function's nodes have the versions that the model
-    imports, or those that the function imports for domains that the model does not import.
+    imports. For other domains, they have the versions that the function imports.
     """
     from onnx import defs
 

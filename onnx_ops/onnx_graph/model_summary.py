@@ -194,7 +194,7 @@ def estimate_cost(
 
     Args:
         batch: size of the free axis that holds rows.
-        dims: sizes of free axes by their name, or by `INPUT.AXIS` for an axis without a name; all
+        dims: sizes of free axes by their name, or by `INPUT.AXIS` for an axis without a name. All
             others, except the axis of rows, have the size `LENGTH`.
     """
     model = read_structure(path)

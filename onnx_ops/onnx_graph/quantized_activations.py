@@ -271,9 +271,9 @@ def read_quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
     """Return the quantization pairs with one constant scale, in graph order.
 
     Integer operators (QLinearConv …) are included as their equivalent pairs:
-    `expand_integer_operators`. Pairs of constants are omitted, and pairs that `read_levels` cannot
-    read, such as those with computed scales (dynamic quantization) or scales by channel. Errors are
-    those of `read_model`, and the following.
+    `expand_integer_operators`. Pairs of constants are omitted. Pairs that `read_levels` cannot read
+    are also omitted, such as those with computed scales (dynamic quantization) or scales by
+    channel. Errors are those of `read_model`, and the following.
 
     Raises:
         MeasurementError: an integer operator cannot be read (see `expand_integer_operators`), or
@@ -313,7 +313,8 @@ def read_quantized_activations(path: Path) -> tuple[QuantizedActivation, ...]:
 def find_folded_values(path: Path) -> dict[str, str]:
     """Return the output of each ReLU or Clip that a range can replace, by its input.
 
-    The input has no other reader in the main graph, and is not an output.
+    The ReLU or Clip is the only reader of the input in the main graph, and the input is not an
+    output.
     """
     graph = share_structure(path).graph
     outputs = {value.name for value in graph.output}

@@ -42,9 +42,9 @@ class QuantizedWeight:
     `scale` is the error that is treated as one step. It is the distance of levels, or more at the
     ends of the type. Its shape broadcasts against `original` and `dequantized`.
 
-    A step is at least the spacing of float32 at the original's values, the finest that an int32
-    bias with a tiny scale can resolve. A constant that stayed in float has a step of 8 such
-    spacings at its largest value.
+    A step is at least the spacing of float32 at the original's values. This spacing is the finest
+    that an int32 bias with a tiny scale can resolve. A constant that stayed in float has a step of
+    8 such spacings at its largest value.
 
     `origin` is the original's name, `transposed` whether its axes are swapped there. `spacing` is
     the distance of neighbouring levels, which can be smaller than a step. It is None for a constant
@@ -217,8 +217,8 @@ def write_with_layer_errors(
 ) -> dict[str, tuple[ErrorSumNames, ...]]:
     """Write a copy of the float model that outputs squared errors of layers.
 
-    A layer is linear in its weight: the error of its output is the output of the layer with the
-    error of the weight as its weight.
+    A layer is linear in its weight. The error of its output is therefore the output of the layer
+    with the error of the weight as its weight.
 
     Returns:
         The names of the two sums of each layer, by the weight's name; weights of other operators

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 def restore_metadata(model: onnx.ModelProto, source: onnx.ModelProto) -> None:
     """Give a derived model its source's IR version, metadata and opsets.
 
-    An import is removed if the model does not use its domain, unless the source imports it.
-    Inferred shapes are removed, since a later tool that infers other shapes refuses the file. The
-    opset of the default domain is unchanged, since the nodes that the tool wrote are of that opset.
+    An import stays only if the model uses its domain, or the source imports it. Inferred shapes are
+    removed, since a later tool that infers other shapes refuses the file. The opset of the default
+    domain is unchanged, since the nodes that the tool wrote are of that opset.
     """
     model.ir_version = source.ir_version
     del model.metadata_props[:]

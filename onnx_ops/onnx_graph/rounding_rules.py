@@ -57,8 +57,8 @@ def _pass_through(
     """Return the effects of the inputs' errors on a sum of products.
 
     The errors are taken as independent, so that their squares add up. Only the errors of one
-    further linear operator are included. The errors of earlier operators are about as large, and
-    the distance of the source's float32 and float64 answers shows all of them.
+    further linear operator are included. The errors of earlier operators are about as large. The
+    distance of the source's float32 and float64 answers shows all of them.
     """
     if not graph.levels:
         return []

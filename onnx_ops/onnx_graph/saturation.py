@@ -4,8 +4,8 @@ This happens on an x86 CPU without VNNI. There, ONNX Runtime multiplies uint8 ac
 weights with `vpmaddubsw`. This instruction adds neighbouring products in pairs and saturates each
 sum at 16 bits (Intel 64 Software Developer's Manual, PMADDUBSW). Answers can then be wrong without
 any error message. Two weights of the same sign are safe if they add up to at most 128, since
-255 * 128 < 2**15: weights of 7 bits are always safe. Products of other types and of depthwise
-convolutions are added in 32 bits; `_WEIGHT_INPUTS` describes ConvInteger.
+255 * 128 < 2**15. Weights of 7 bits are therefore always safe. Products of other types and of
+depthwise convolutions are added in 32 bits; `_WEIGHT_INPUTS` describes ConvInteger.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ def run_as_task(
 ) -> State[Any]:
     """Run `work` in this thread as a task run, and return its final state.
 
-    The task has no parameters, result, cache or tags: Prefect would traverse parameters, pickle
-    results, and take a concurrency lease for each tag.
+    The task has no parameters, result, cache or tags. Prefect would otherwise traverse parameters,
+    pickle results, and take a concurrency lease for each tag.
 
     Args:
         work: function that returns the final state of the run; Prefect handles its exceptions.
@@ -111,7 +111,7 @@ class PrefectExecutor:
     def show(self, stage: Stage, outcome: StageOutcome, decide: Decide) -> None:
         """Record a stage that needed no work.
 
-        The message of a Completed state names the stage: `prefect flow-run logs` prints the message
+        The message of a Completed state names the stage. `prefect flow-run logs` prints the message
         of a task run's state, and not its name.
         """
 

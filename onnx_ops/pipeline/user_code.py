@@ -79,7 +79,7 @@ def collect_user_code(
 
     Imports are followed in the project and in packages under development (an editable installation,
     `PYTHONPATH`). The version of an installed package represents its code. onnx-ops and the
-    standard library are left out: keys contain the revisions of stages and the version of Python.
+    standard library are left out. Keys contain the revisions of stages and the version of Python.
     joblib is also left out. `where` is the place of `depends`, which errors show.
 
     Raises:

@@ -2,8 +2,8 @@
 
 Adapters implement the interfaces. The suites of `onnx_ops.testing` verify the adapters.
 
-A process that runs models uses few of the ports, so a module is imported when one of its names is
-first used.
+A process that runs models uses few of the ports. A module is therefore imported when one of its
+names is first used.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Dataset:
     are the same for all rows.
 
     `group` numbers the group of each row, where the pipeline names an array of groups. Otherwise,
-    `columns` holds such numbers for arrays that are neither input nor label, if these arrays can
+    `columns` holds such numbers for arrays other than inputs and the label, if these arrays can
     show which rows form a group. `features` are the names of a matrix's columns, where the pipeline
     joins columns of a table.
     """

@@ -31,6 +31,6 @@ class Plugin(ABC):  # noqa: B024 (the base class of each kind has the abstract m
     requirements: tuple[str, ...] = ()
     """Packages of the isolated environment that the plug-in runs in by default.
 
-    Exporters and optimizers can have such packages. Without packages, they run in this
-    installation, unless the key `env` requests an isolated environment.
+    Exporters and optimizers can have such packages. Without packages, they run in this installation
+    by default. The key `env` can request an isolated environment.
     """

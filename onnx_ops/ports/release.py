@@ -353,7 +353,7 @@ class EndpointProvider(Plugin):
         """Give all traffic to the only deployment of `state` that has traffic.
 
         If the endpoint has that deployment and the capability `split`, only weights are changed; a
-        later `apply` cleans up. Deployments without traffic are neither loaded nor started. Other
+        later `apply` cleans up. Only deployments with traffic are loaded and started. Other
         deployments of the endpoint are not removed then. If the provider starts servers, an
         endpoint that does not run, or does not answer, is started with this state only.
 

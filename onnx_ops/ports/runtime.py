@@ -37,9 +37,9 @@ class PairedBenchmarkSamples:
     `nanoseconds` and `preempted` have the shape (rounds, blocks, models, runs).
 
     `probe` has the same shape. For each run, it is the duration of a short, constant piece of work
-    on the same core, which shows how fast the machine was at that moment. The work is timed
-    directly before and after the run, and the longer duration counts. `probe` is None if the
-    runtime has no probe.
+    on the same core. It shows how fast the machine was at that moment. The work is timed directly
+    before and after the run, and the longer duration counts. `probe` is None if the runtime has no
+    probe.
 
     Each sample is the mean of `calls` consecutive runs. `calls` exceeds 1 if the clock is too
     coarse for a single run.

@@ -30,7 +30,7 @@ it, ends.
 REQUEST_ID_HEADER = "x-request-id"
 """Header with the id of a request.
 
-The response contains a copy of the id, unless it is too long or not printable ASCII.
+The response contains a copy of an id that is short enough and printable ASCII.
 """
 TRACE_PARENT_HEADER = "traceparent"
 """Header with the W3C trace context.

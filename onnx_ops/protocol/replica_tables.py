@@ -239,8 +239,8 @@ def find_newest(
 ) -> tuple[ReplicaTable | None, Mapping[str, str]]:
     """Return the highest valid table, and why invalid objects were skipped, by name.
 
-    Objects with a lower number than this table are not read, unless a `RollbackTable` names them.
-    The table is None if no object that was read is valid.
+    Objects with a lower number than this table are read only if a `RollbackTable` names them. The
+    table is None if no object that was read is valid.
 
     Args:
         names: names of the objects in the folder of the tables.
@@ -329,7 +329,7 @@ def plan_tables(
     Before a model gets its first traffic, all replicas must load it while the traffic stays
     unchanged. The first table causes this load. It is None if there is no previous table, or if no
     new model gets traffic. It is also None if a deployment with traffic gets other files or
-    settings, because the previous traffic cannot continue in that case.
+    settings. The previous traffic cannot continue in that case.
 
     Args:
         sequence: sequence number of the ledger's entry (see `TableNumber`).
@@ -373,8 +373,8 @@ def _plan_load(
     """Return the table with which replicas load the new models of a state.
 
     Its traffic is the traffic of the previous table. The result is None if no new model gets
-    traffic. It is also None if a deployment with traffic gets other files or settings, because the
-    previous traffic cannot continue in that case.
+    traffic. It is also None if a deployment with traffic gets other files or settings. The previous
+    traffic cannot continue in that case.
     """
     old, served = before.table.state, before.table.state.split
     new = [d for d in state.deployments if d not in old.deployments]

@@ -50,8 +50,8 @@ def perform_action(
     """Record the intent, apply the action to the endpoint, and record the outcome.
 
     The lease is renewed meanwhile. A request that fails can take effect nevertheless, because its
-    response can be lost. After a failure other than a conflict, the endpoint is therefore observed:
-    the action succeeded if the endpoint shows the state of the action. A rollback is complete only
+    response can be lost. After a failure other than a conflict, the endpoint is therefore observed.
+    The action succeeded if the endpoint shows the state of the action. A rollback is complete only
     after this observation.
 
     Args:

@@ -323,9 +323,10 @@ def _find_folders(
 ) -> Iterator[StoredObject]:
     """Yield the model folders that are no longer needed.
 
-    A folder is no longer needed if its digest is not in `wanted`, and if it is in `leaving` or the
-    folder is old. `leaving` holds the manifests of the versions that the plan removes. A folder is
-    old if it was stored before `before`, in seconds since the epoch.
+    A folder whose digest is in `wanted` is needed. Any other folder is no longer needed if its
+    digest is in `leaving`, or if the folder is old. `leaving` holds the manifests of the versions
+    that the plan removes. A folder is old if it was stored before `before`, in seconds since the
+    epoch.
     """
     for folder in context.files.list_folders():
         # An earlier pruning that was killed possibly removed the version of an old folder, but not

@@ -425,7 +425,7 @@ def _perform(journal: Journal, action: Action, selected: AliasSelection | None =
 def _update_registry(basis: _StepBasis, desired: DesiredState) -> StepReport:
     """Write to the registry; take the next action if no alias was written or recorded.
 
-    If the write failed, the next action is taken only if it restores the endpoint; otherwise, the
+    If the write failed, the next action is taken only if it restores the endpoint. Otherwise, the
     error of the write is raised.
     """
     try:

@@ -317,7 +317,7 @@ def write_pending_aliases(journal: Journal) -> str:
 
     The result is empty if there are none, or if they must wait. While the champion is pending, all
     pending aliases wait until every endpoint of the model and target serves it. If a user has moved
-    the champion or challenger since the ledger set it, this alias is not changed: `read_request`
+    the champion or challenger since the ledger set it, this alias is not changed. `read_request`
     treats it as a request.
 
     Raises:
@@ -377,7 +377,7 @@ def record_alias(journal: Journal, champion: str | None) -> bool:
     """Record the registry's champion in the ledger if this endpoint serves it.
 
     Another process or a user set this alias. Without the entry, this endpoint would treat the alias
-    as moved by a user, and the alias would take precedence over every later release.
+    as moved by a user. The alias would then take precedence over every later release.
 
     Returns:
         Whether the alias was recorded.

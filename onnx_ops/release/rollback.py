@@ -338,7 +338,7 @@ def select_endpoints(
 
     They are the named endpoints, or with `every` the endpoints of a model, and of a target if it is
     given. With `every` and without `to`, only endpoints that serve the release started last are
-    selected, since the others have nothing to roll back. Endpoints with a damaged ledger are also
+    selected. The others have nothing to roll back. Endpoints with a damaged ledger are also
     selected. If none is selected, the endpoints that rolled this release back are selected.
 
     Raises:

@@ -83,9 +83,9 @@ class HistoryLine:
     """One ledger entry in a form for operators and auditors.
 
     `at` is ISO 8601 in UTC. `kind` is the kind of the entry, or of the action that an intent
-    begins. For an intent, `versions` are the deployments by role after its action, and `traffic`
-    has the shares of the deployments in percent; `traffic` is empty if the action failed. For other
-    entries, both are empty.
+    begins. For an intent, `versions` are the deployments by role after its action. `traffic` has
+    the shares of the deployments in percent; it is empty if the action failed. For other entries,
+    both are empty.
     """
 
     endpoint: str

@@ -53,7 +53,8 @@ class WatchEvent:
     """One event of a watch.
 
     `at` is ISO 8601 in UTC. `endpoint` is empty if the event is not about an endpoint. `did` is the
-    change that was made, if any, and `why` its reason.
+    change that was made, or the notifier of a notification; it is empty for other events. `why` is
+    the reason, or a detail of the event, such as the models of `woken`.
     """
 
     at: str

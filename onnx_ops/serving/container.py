@@ -2,9 +2,10 @@
 
 Usage: `python -m onnx_ops.serving.container [serve]`.
 
-`ONNX_OPS_MODEL_DIR` or `AZUREML_MODEL_DIR` names the model's folder; default: `/opt/ml/model`. This
-folder, or a folder at most three levels below it, contains either a `deployment.json` beside the
-version's files in `model/`, or a `model.onnx` with the other files of the model.
+`ONNX_OPS_MODEL_DIR` or `AZUREML_MODEL_DIR` names the model's folder; default: `/opt/ml/model`. The
+files are in this folder, or in a folder at most three levels below it. They are either a
+`deployment.json` beside the version's files in `model/`, or a `model.onnx` with the other files of
+the model.
 
 With `ONNX_OPS_FOLLOW` and `ONNX_OPS_REPORTS`, the container is a replica. It follows the tables at
 the first URL, and writes its reports to the second URL.

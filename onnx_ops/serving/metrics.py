@@ -99,8 +99,8 @@ INLINE_RUN, HUNG_RUN, LOST_RUN = 2, 4, 6
 RUN_SLOT, RUN_CELL = 0, 1
 """Numbers of a recorded run: its slot, and the user's cell plus 1.
 
-The second number is 0 if the split has not routed the request: a client has selected the
-deployment, or the fallback answers without a lease.
+The second number is 0 if the split has not routed the request. In this case, a client has selected
+the deployment, or the fallback answers without a lease.
 """
 THREAD_RUNS = 16
 """Index in a worker's state: the numbers of runs in progress on its threads.

@@ -134,12 +134,12 @@ def compute_design_effect(values: Array, group: Array) -> float:
 def compute_effect_of_sums(sums: Array, sizes: Array, squares: Array) -> Array:
     """Return the result of `compute_design_effect` for many data sets in one step.
 
-    The effect includes `UNSEEN_GROUPS`. It also includes an allowance for few groups: a quantile of
-    Student's t in place of the normal one (Korn and Graubard 1998, Survey Methodology 24:193-201).
-    The degrees of freedom are those of Satterthwaite (1946, Biometrics Bulletin 2:110-114), at
-    least `_FEWEST_CARRYING`, and at most those of the groups. If few groups contain changes, the
-    estimate is skewed. Without the allowance, the confidence limit excludes the true change in
-    5.8 % of samples instead of 5 %, if 24 rows contain changes.
+    The effect includes `UNSEEN_GROUPS`. It also includes an allowance for few groups. This
+    allowance is a quantile of Student's t in place of the normal one (Korn and Graubard 1998,
+    Survey Methodology 24:193-201). The degrees of freedom are those of Satterthwaite (1946,
+    Biometrics Bulletin 2:110-114), at least `_FEWEST_CARRYING`, and at most those of the groups. If
+    few groups contain changes, the estimate is skewed. Without the allowance, the confidence limit
+    excludes the true change in 5.8 % of samples instead of 5 %, if 24 rows contain changes.
 
     Args:
         sums: sum of the values of each group, of shape (…, groups).

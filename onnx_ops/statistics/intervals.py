@@ -87,7 +87,7 @@ def change_interval(counts: PairedCounts) -> Interval:
     """Return the interval of the candidate's share of right rows minus the baseline's.
 
     Raises:
-        ValueError: there is no row, or the counts are impossible; not for equal models.
+        ValueError: the models differ, and there is no row or the counts are impossible.
     """
     if counts.equal:
         return Interval.point(0.0)
@@ -332,10 +332,11 @@ def bca_interval(replicates: Replicates) -> Interval | None:
 
     The result is also None if the statistic of all rows is not finite. Source: Efron 1987, Journal
     of the American Statistical Association 82:171-185, with tails of `_TAIL` times the nominal
-    size. The acceleration is that of the jackknife over parts of the rows, which has the same
-    expectation as the jackknife over single rows. The levels are those of Student's t. Its degrees
-    of freedom are the effective number of parts minus 1 (Satterthwaite 1946, Biometrics Bulletin
-    2:110-114). For example, if ten rows cause a change, its spread is an estimate from ten values.
+    size. The acceleration is that of the jackknife over parts of the rows. This jackknife has the
+    same expectation as the jackknife over single rows. The levels are those of Student's t. Its
+    degrees of freedom are the effective number of parts minus 1 (Satterthwaite 1946, Biometrics
+    Bulletin 2:110-114). For example, if ten rows cause a change, its spread is an estimate from ten
+    values.
     """
     values = replicates.resampled[np.isfinite(replicates.resampled)]
     if values.size < (1 - _UNDEFINED_SHARE) * replicates.resampled.size or not np.isfinite(

@@ -140,10 +140,10 @@ def _postpone_import(package: ModuleType, name: str) -> None:
 def hodges_lehmann(x: npt.ArrayLike, alpha_one_sided: float) -> tuple[float, float, float]:
     """Return the Hodges-Lehmann centre with a bound on each side.
 
-    Hodges and Lehmann 1963; Hollander, Wolfe and Chicken, Nonparametric Statistical Methods, 3rd
-    ed., §3.2-3.3: the centre is the median of the Walsh averages, and the bounds are the outermost
-    averages that the signed-rank test does not reject. The test's distribution is exact up to 50
-    values and normal above.
+    The centre is the median of the Walsh averages. The bounds are the outermost averages that the
+    signed-rank test does not reject. Sources: Hodges and Lehmann 1963; Hollander, Wolfe and
+    Chicken, Nonparametric Statistical Methods, 3rd ed., §3.2-3.3. The test's distribution is exact
+    up to 50 values and normal above.
 
     Args:
         x: shape (n,), n >= 1.
@@ -189,7 +189,7 @@ def session_interval(
     contributes one value, the median of its blocks. In simulations with blocks as independent
     samples, up to 24 % of the verdicts at the limit were wrong
     (docs/adr/0006-statistics-first-version.md). With few pairs, the signed-rank distribution cannot
-    reach the error rate (below seven pairs that of a look), and Student's interval is used instead.
+    reach the error rate (below seven pairs that of a look). Student's interval is used instead.
 
     Returns:
         (estimate, low, high) of log(B / A); the bounds of a single pair are infinite.
@@ -275,7 +275,7 @@ def compare(log_ratios: Sequence[Sequence[float]], *, tolerance: float) -> Compa
     The verdict is PASS if the ratio is below `1 + tolerance` with confidence, and FAIL if it is
     above with confidence. The bounds are those of `run_interval`. The first pairs of a run do not
     predict the rest. Before `FULL_RUN`, each bound is therefore moved outwards by `DRIFT` times the
-    missing share of the run, and must still support the verdict.
+    missing share of the run. The bound must still support the verdict.
 
     Args:
         log_ratios: log ratios of the blocks, one sequence for each session pair, in the order of
@@ -372,9 +372,9 @@ def should_continue(
 def _may_decide(log_ratios: Sequence[Sequence[float]], tolerance: float) -> bool:
     """Return whether the pairs up to the last look may decide a limit.
 
-    The result is True if the present estimate needs at most twice as many pairs, since this number
-    is uncertain by a factor of two. It is also True if the models can still be equally fast, since
-    lasting noise can move the estimate by the whole limit.
+    The result is True if the present estimate needs at most twice as many pairs. This number is
+    uncertain by a factor of two. The result is also True if the models can still be equally fast.
+    Lasting noise can move the estimate by the whole limit.
     """
     needed = estimate_pairs_needed(log_ratios, tolerance)
     if needed is not None and needed <= 2 * LOOKS[-1]:
@@ -419,10 +419,10 @@ def compare_quantile(
 ) -> QuantileComparison:
     """Compare quantile `q` of independent samples with an upper limit.
 
-    The test is the binomial test of the number of samples above the limit, and the bounds are order
-    statistics (Conover, Practical Nonparametric Statistics, 3rd ed., §3.2). Both assume no
-    distribution. Samples that are too few to pass (below 299 for the 99th percentile at 95 %, below
-    5 for the median) are INCONCLUSIVE.
+    The test is the binomial test of the number of samples above the limit. The bounds are order
+    statistics. Both assume no distribution (Conover, Practical Nonparametric Statistics, 3rd ed.,
+    §3.2). Samples that are too few to pass (below 299 for the 99th percentile at 95 %, below 5 for
+    the median) are INCONCLUSIVE.
 
     Args:
         samples: shape (runs,), in any unit.
@@ -484,8 +484,8 @@ def compute_block_logs(
     Args:
         nanoseconds: shape (rounds, blocks, models, runs).
         preempted: the same shape, whether the run lost its core.
-        probe: the same shape, in any unit; duration of a fixed piece of work around the run. None,
-            or values that are not positive, not finite or all alike, have no effect.
+        probe: the same shape, in any unit; duration of a fixed piece of work around the run, or
+            None. It has an effect only if all values are positive and finite, and some differ.
 
     Returns:
         Shape (rounds, blocks, models). Only differences between models have a meaning.

@@ -164,8 +164,8 @@ class Columns:
 def measure_columns(single: Array, double: Array, rounding: Rounding) -> ColumnNoise | None:
     """Return the largest answer and difference of each column, on real rows.
 
-    Return None unless both answers are floats of one shape and are not empty. The result is also
-    used for groups of few rows.
+    Both answers must be floats of one shape, with at least one value. Otherwise, return None. The
+    result is also used for groups of few rows.
 
     Args:
         double: the answer in float64, or `single` again if there is none.
@@ -220,8 +220,8 @@ def find_floors(scales: Floats, columns: Columns, rounding: Rounding, unit: floa
     """Return the floor, the least noise, of each column.
 
     It is the error in float32, or twice the spacing of the column's largest answer if that is
-    larger. The error is first limited to `_LARGEST_FLOOR` of the column's largest answer, or to
-    twice the spacing of float32 at 1 (the error of kernels), whichever is larger. If the error is
+    larger. The error is first limited to `_LARGEST_FLOOR` of the column's largest answer. This
+    limit is at least twice the spacing of float32 at 1 (the error of kernels). If the error is
     unknown, the floor is twice the spacing of the output's largest answer.
 
     Args:

@@ -260,9 +260,9 @@ def find_first_divergence(
     """Return the name of the first divergent value, and its error / noise.
 
     A value diverges if its error exceeds `DIVERGENCE_FACTOR` times its noise. The ratio is
-    `LARGEST` for a mismatch, such as another shape or a NaN. Only floats are compared: a different
-    rounding of the inputs can change integers and booleans at a tie, and a real fault shows at the
-    next float. Values that only one of the models has are skipped.
+    `LARGEST` for a mismatch, such as another shape or a NaN. Only floats are compared. A different
+    rounding of the inputs can change integers and booleans at a tie. A real fault shows at the next
+    float. Values that only one of the models has are skipped.
 
     Args:
         names: names of the values in topological order.

@@ -102,8 +102,8 @@ def learn_domains(
     Tables of numbers (2-D, up to 65,536 columns) have a range for each column. Images, series and
     wider tables have one range for all places. A range of real numbers is widened by half its width
     at each end, but not across zero. A range of whole numbers is not widened. A column of a table
-    without a declared range can hold categories: up to 64 distinct whole numbers, fewer than half
-    its rows. No other values are in its domain then.
+    without a declared range can hold categories. These are up to 64 distinct whole numbers, fewer
+    than half its rows. No other values are in its domain then.
 
     Args:
         samples: real rows by input; axis 0 is the batch.

@@ -93,7 +93,7 @@ class ActivationStatistics:
         Noise and departure are in units of step / sqrt(12), the noise of rounding. Clipping is the
         mean squared error that the range cuts off, in squares of such a unit. Its step is at least
         that of 8 bits, since the gain of a finer step must not be lost by clipping. The stretch is
-        that of the end that fits more tightly: a symmetric range of values of one sign fits at one
+        that of the end that fits more tightly. A symmetric range of values of one sign fits at one
         end only. The stretch is None for a bounded range, and if a value is not finite or all
         values are below `TINY`.
         """

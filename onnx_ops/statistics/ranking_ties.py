@@ -30,8 +30,8 @@ missing.
 def find_ties(onnx: Array, expected: Array, rounding: Rounding) -> Bools:
     """Return where two different indices or classes are tied.
 
-    Their scores are so close that rounding can exchange them. A ranking with a repeated index has
-    no ties, unless the expected ranking also repeats an index.
+    Their scores are so close that rounding can exchange them. A ranking with a repeated index can
+    have ties only if the expected ranking also repeats an index.
     """
     none = np.zeros(onnx.shape, dtype=bool)
     ranking = _read_scores(rounding)

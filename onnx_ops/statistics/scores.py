@@ -79,7 +79,7 @@ _FEW_EFFECTIVE = 10
 """Effective number of rows below which the losses of two models rest on few rows.
 
 `_compare_rest` then also compares the models without these rows. At most a fifth of all rows is
-required. The number was chosen by simulation: of models that differ little, as many pass with 20 to
+required. The number was chosen by simulation. Of models that differ little, as many pass with 20 to
 2,000 rows as without this rule.
 """
 
@@ -108,10 +108,10 @@ def score(
 
     Args:
         definition: any metric except those that are counts of rows.
-        label: one entry per row, as the metric reads it (see `AnswerKind`): for example class
-            numbers (for binary metrics 1 for the positive class and 0 otherwise), True for positive
-            rows, or numbers. None compares the candidate's embeddings or tokens with those of the
-            other models.
+        label: one entry per row, as the metric reads it (see `AnswerKind`). Examples are class
+            numbers, True for positive rows, and numbers. For binary metrics, the class number is 1
+            for the positive class and 0 otherwise. None compares the candidate's embeddings or
+            tokens with those of the other models.
         answers: answers by model, including `CANDIDATE`: class numbers as in the label, scores of
             the positive class, other answers of an `AnswerKind`, or the input of a custom metric.
         function: the function of a custom metric.
@@ -230,7 +230,7 @@ def _find_equal(
     """Return the models whose answers equal the candidate's.
 
     The change from such a model is exactly 0. For metrics of classes, tokens or texts, only the
-    models in `alike` are returned: equal decisions do not show that the models are equal.
+    models in `alike` are returned. Equal decisions do not show that the models are equal.
     """
     mine, method = answers[CANDIDATE], definition.method
     of_decisions = isinstance(method, Resampled) and method.of_decisions
@@ -732,7 +732,7 @@ def _cover(forms: Sequence[Replicates]) -> Interval | None:
 def _estimate(between: Sequence[Replicates], step: float | None = None) -> Interval | None:
     """Return the interval of a difference or ratio.
 
-    Return None for a statistic without spread and step, or if a form has no interval.
+    The statistic must have a spread or a step, and every form an interval. Otherwise, return None.
     """
     if not step and not between[0].spread:
         return None

@@ -2,8 +2,8 @@
 
 A slice fails if its loss is significantly above the limit. The p-value of a loss lies far out in a
 tail, since it is compared with 5 % divided by the number of slices. There, the normal approximation
-of a share is wrong: with 20 slices of 100 rows at a limit of 10 points, a slice that keeps the
-limit fails in 10 % of cases. `compute_harm_p_value` therefore sums exact probabilities.
+of a share is wrong. With 20 slices of 100 rows exactly at a limit of 10 points, at least one slice
+would fail in 10 % of releases. `compute_harm_p_value` therefore sums exact probabilities.
 """
 
 from __future__ import annotations
@@ -121,10 +121,10 @@ def compute_harm_p_value(counts: PairedCounts, bound: float) -> float:
     The statistic is Tango's score. Near the limit, or with more than `_MANY` different answers, its
     distribution is assumed to be normal. Otherwise it is that of the counts under the restricted
     estimate (Lloyd 2008, Australian and New Zealand Journal of Statistics 50:329-345). The p-value
-    is the largest within one standard error of this estimate. With 20 slices of 50 to 500 rows at
-    limits of 1 to 10 points, an exact enumeration finds a family error of at most 5 %. Groups count
-    as the number of independent rows with as much information, and their tail is that of Student's
-    t.
+    is the largest within one standard error of this estimate. An exact enumeration with 20 slices
+    finds a family error of at most 5 %. It covers slices of 50 to 500 rows, at limits of 1 to 10
+    points. Groups count as the number of independent rows with as much information. Their tail is
+    that of Student's t.
     """
     if counts.equal:
         return 1.0 if bound <= 0 else 0.0

@@ -1,7 +1,7 @@
 """Parity of models whose answers jump: tree ensembles and rankings.
 
 Trees are compared node by node. The answers of trees and rankings are compared with a jitter
-envelope. A correct export of a scaler with trees differs from its source in some rows: a feature
+envelope. A correct export of a scaler with trees differs from its source in some rows. A feature
 that is rounded differently falls on the other side of a split. Jittered copies of a row have inputs
 that differ by a few times the rounding of float32. The row is explained if the source's answers to
 the copies enclose the export's answer.

@@ -301,8 +301,8 @@ class FakeMetrics(MetricsSource):
     """Counts that a test writes, of requests without keys.
 
     While `down`, the counts cannot be read. Readings have the time of `clock`. Requests since the
-    last reading belong to the present generation of the endpoint. If two deployments are read,
-    these requests form a closed epoch, unless there are none.
+    last reading belong to the present generation of the endpoint. If there are such requests and
+    two deployments are read, the requests form a closed epoch.
     """
 
     def __init__(self, generations: Mapping[str, int]) -> None:

@@ -2,8 +2,8 @@
 
 A float candidate must compute the same function as its baseline. A rounded candidate is judged by
 each weight and activation, by the function without rounding, and by the effect of rounding on the
-task. The modules for rounded candidates and for task metrics are imported at first use, since a
-pair of float32 files without labels does not need them.
+task. The modules for rounded candidates and for task metrics are imported at first use. A pair of
+float32 files without labels does not need them.
 """
 
 from __future__ import annotations

@@ -126,11 +126,11 @@ def build_groups(
 ) -> tuple[InputGroup, ...]:
     """Build the groups: the rows, rows derived from them, batches, and further runs.
 
-    Large rows have no derived groups. In one derived group, the whole numbers that are neither
-    indices nor sizes have all magnitudes and both signs; if the baseline rejects them, no answer is
-    compared. `empty` adds a group without rows, unless the model has a fixed batch. `bounds` holds
-    the bounds of the inputs that were derived from the graph. `splits` holds rows near the splits
-    of trees, which are unused if the rows are large.
+    Large rows have no derived groups. In one derived group, whole numbers other than indices and
+    sizes have all magnitudes and both signs. If the baseline rejects them, no answer is compared.
+    `empty` adds a group without rows, unless the model has a fixed batch. `bounds` holds the bounds
+    of the inputs that were derived from the graph. `splits` holds rows near the splits of trees,
+    which are unused if the rows are large.
     """
     encoded = [name for name, known in (bounds or {}).items() if known.encoded]
     further = [

@@ -30,7 +30,8 @@ def judge_task(request: JudgeRequest, runtime: Runtime, target: Target) -> list[
     """Judge the task metric; without labels, judge how many answers change.
 
     Some metrics need no labels, and are judged without them. For other metrics without labels, the
-    result is INCONCLUSIVE, unless the answers to rows of a data set change little enough.
+    result is PASS if the answers to rows of a data set change little enough. Otherwise, it is
+    INCONCLUSIVE.
     """
     dataset, gate, runtime = request.dataset, request.metric, request.arrange(runtime)
     if dataset is not None and request.has_metric:

@@ -387,8 +387,8 @@ WRONG: list[tuple[Optimizer, Mapping[str, object], str]] = [
     *((optimizer, {"op_types": "Conv"}, "list") for optimizer in (DYNAMIC, STATIC)),
     *((optimizer, {"op_types": []}, "at least one") for optimizer in (DYNAMIC, STATIC)),
     *((optimizer, {"nonsense": 1}, "op_types") for optimizer in (DYNAMIC, STATIC)),
-    # The library accepts some of the following options, but their results do not load, have no
-    # kernels, or need a module that is not installed.
+    # The library accepts some of the following options, but their results cannot be used. They fail
+    # to load, lack kernels, or need a missing module.
     (
         STATIC,
         {"activations": "float8e4m3fn"},

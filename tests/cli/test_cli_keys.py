@@ -130,7 +130,8 @@ def test_keys_retire_keeps_earlier_ledger_entries_valid(project: Path) -> None:
     assert keys("retire", short_digest(old.key)).code == 0
     state = open_project().context.ledger.state("digits")
     assert (state.config, set(state.keys)) == (config_of("digits"), {signing_key(project).key})
-    # The state needs no snapshot, no first file of the ledger, and no record of its last entry.
+    # The state is also read if the snapshot, the first file of the ledger, and the record of its
+    # last entry are missing.
     folder = project / ".onnx-ops" / "ledger" / "digits"
     assert not (folder / "snapshot.json").exists()
     (folder / "00000001.jsonl").unlink()

@@ -1,8 +1,8 @@
 """Read a file of arrays or a table that DVC tracks, by path and revision.
 
-DVC itself, in an isolated environment, finds the pointer of a commit and fetches objects that are
-in no cache on this machine. `load` checks the bytes against the MD5 of the pointer, because DVC
-does not detect changed files in its cache or its remote.
+DVC itself runs in an isolated environment. It finds the pointer of a commit, and fetches objects
+that are in no cache on this machine. `load` checks the bytes against the MD5 of the pointer,
+because DVC does not detect changed files in its cache or its remote.
 """
 
 from __future__ import annotations

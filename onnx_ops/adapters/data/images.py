@@ -86,7 +86,8 @@ def _read_image(path: Path, where: str) -> bytes:
 def _read_columns(folder: Path, names: Sequence[str], where: str) -> Mapping[str, Array]:
     """Return the columns of the table in the order of the files, or the labels.
 
-    The result is empty if there is no table, and an image is not in a subfolder.
+    Without a table, the labels are the names of the subfolders. The result is then empty if an
+    image is in no subfolder.
     """
     import numpy as np
 

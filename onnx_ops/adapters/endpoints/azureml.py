@@ -209,7 +209,7 @@ class AzureDeploymentEndpoints(CloudEndpoints):
         self._connect(config).remove()
 
     def count_instances(self, config: EndpointConfig) -> int | None:
-        """Return how many instances serve now; None without any, or without a response."""
+        """Return how many instances serve now; None if this is 0 or unknown."""
         endpoint = self._connect(config)
         try:
             resource = endpoint.read()
@@ -254,7 +254,7 @@ class AzureDeploymentEndpoints(CloudEndpoints):
         """Return the endpoint's state, and the names of its deployments in Azure.
 
         The keys of the mapping are the names of the deployments in onnx-ops. The state is None if
-        the endpoint does not exist or has no valid state, or if Azure mirrors its traffic.
+        the endpoint or its valid state is missing, or if Azure mirrors its traffic.
         """
         endpoint = self._connect(config)
         resource = endpoint.read()

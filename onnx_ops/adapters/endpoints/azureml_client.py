@@ -5,7 +5,7 @@ autoscaling. The SDK creates and deletes endpoints and deployments, and manages 
 environments. Its import takes about 7 s of CPU time, so it is loaded only for these operations.
 
 `read` and `retry` repeat requests that were not answered. `write` and `put_endpoint` send a change
-once: the SDK's own retries would repeat a change even after another client has sent a newer one.
+once. The SDK's own retries would repeat a change even after another client has sent a newer one.
 The callers of both methods repeat a change only if a read shows that it is still needed.
 """
 

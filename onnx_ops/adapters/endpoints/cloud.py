@@ -76,7 +76,7 @@ class CloudEndpoints(EndpointProvider):
 
     @abstractmethod
     def count_instances(self, config: EndpointConfig) -> int | None:
-        """Return how many instances serve now; None without any, or without a response."""
+        """Return how many instances serve now; None if this is 0 or unknown."""
 
     def _trusted_keys(self) -> str:
         return "" if self._keys is None else self._keys.encoded()

@@ -205,9 +205,9 @@ class LocalEndpoints(EndpointProvider):
     def explain_elsewhere(self, config: EndpointConfig) -> str:
         """Return a reason if the server was never started from this state folder.
 
-        The server can then run from another state folder, and its clients would not send their
-        requests to a server that is started from this folder. The result is empty if the endpoint
-        has a folder in this state folder.
+        The server can then run from another state folder. Its clients would not send their requests
+        to a server that is started from this folder. The result is empty if the endpoint has a
+        folder in this state folder.
         """
         folder = self._server(config).folder
         return (

@@ -146,7 +146,7 @@ class StorePlace:
     """The tables and replicas of an endpoint, as read at one moment.
 
     `digest` is that of the newest table's bytes. `age_s` is the age of this table by the store's
-    clock, and `now` the time of this clock; both are 0 if the replicas were not read. `numbers` are
+    clock, and `now` the time of this clock. Both are 0 if the replicas were not read. `numbers` are
     those of all objects with the name of a table, valid or not. `skipped` contains the reason for
     each object with another name, and for each invalid object with a later number than the newest
     table.
@@ -223,8 +223,7 @@ class ReplicaEndpoints(EndpointProvider):
     def address(self, config: EndpointConfig) -> str | None:
         """Return the address in the options, or the address of a replica that reports.
 
-        The result is None before the first table, and if neither the options nor a replica names an
-        address.
+        The result is None before the first table, or if there is no such address.
         """
         if not self._control(config).list_names(FOLDER):
             return None
@@ -278,8 +277,8 @@ class ReplicaEndpoints(EndpointProvider):
     ) -> EndpointState:
         """Return the state after a change.
 
-        An error is raised if the files of a new deployment are missing or were changed. Except for
-        a rollback, an error is also raised without a release key.
+        An error is raised if the files of a new deployment are missing or were changed. Changes
+        other than a rollback also require a release key.
         """
         if is_rollback:
             after = state if current is None else preview_rollback(current, state)
@@ -314,10 +313,14 @@ class ReplicaEndpoints(EndpointProvider):
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Publish a table that restores the previous version, unless it is published.
 
-        The published object refers to an earlier signed table of this version, if there is one and
-        one of these conditions is met: this process has no release key, its key is in a remote
-        service, or another key signed the newest signed table. Then wait a limited time until the
-        replicas adopt the table.
+        If there is an earlier signed table of this version, the published object refers to it in
+        three cases:
+
+        - This process has no release key.
+        - Its key is in a remote service.
+        - Another key signed the newest signed table.
+
+        Then wait a limited time until the replicas adopt the table.
 
         Raises:
             MissingKeyError: no signed table serves the version, and this process has no key.
@@ -344,9 +347,9 @@ class ReplicaEndpoints(EndpointProvider):
     def confirm_rollout(self, config: EndpointConfig) -> None:
         """Record that the rollout was analyzed once more.
 
-        If this record is older than `judge_timeout`, and this option is not 0 s, replicas give the
-        candidate no traffic. After more than `LEASE_S` without an answer of the store, they give it
-        no traffic until the record changes.
+        If `judge_timeout` is above 0 s and this record is older, replicas give the candidate no
+        traffic. If the store has not answered for more than `LEASE_S`, they give it no traffic
+        until the record changes.
         """
         seen = self._look(config, with_replicas=False)
         if seen.newest is not None:
@@ -659,8 +662,8 @@ class ReplicaEndpoints(EndpointProvider):
     def remove(self, config: EndpointConfig) -> None:
         """Delete tables, models and reports.
 
-        Replicas continue without a lease until they are stopped: a candidate then gets no traffic,
-        and with `lease: leave`, requests are refused.
+        Replicas continue without a lease until they are stopped. A candidate then gets no traffic.
+        With `lease: leave`, requests are refused.
         """
         for objects in (self._control(config), self._reports(config)):
             for entry in objects.list_objects(""):
@@ -1065,9 +1068,9 @@ class ReplicaEndpoints(EndpointProvider):
     ) -> bool | None:
         """Return whether only the stable version got requests, without a loaded candidate.
 
-        The result is False if the candidate was loaded. It is None unless `names` contains the
-        candidate and the stable version. It is also None for a table with which replicas only
-        loaded models, for a table of other versions, and for a table that cannot be read.
+        The result is False if the candidate was loaded. It is None if `names` lacks the candidate
+        or the stable version. It is also None for a table with which replicas only loaded models,
+        for a table of other versions, and for a table that cannot be read.
         """
         number = TableNumber.from_generation(generation)
         if len(names) != 2 or not number.phase:
@@ -1147,8 +1150,8 @@ def _list_registered(replicas: Sequence[SeenReplica], expected: int) -> list[See
     """Return the replicas that must load a table, and whose counts are expected.
 
     These are the replicas that report, and silent replicas that have not ended. If the expected
-    number of replicas reports, silent replicas are ignored after lease and deadline, since they
-    give a candidate no traffic by then.
+    number of replicas reports, silent replicas are ignored after lease and deadline. By then, they
+    give a candidate no traffic.
     """
     live = [one for one in replicas if one.is_live]
     is_complete = len(live) >= expected

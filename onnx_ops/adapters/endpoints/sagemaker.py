@@ -356,7 +356,7 @@ class SageMakerVariants(CloudEndpoints):
         GenerationFence(client).delete()
 
     def count_instances(self, config: EndpointConfig) -> int | None:
-        """Return how many instances serve now; None without any, or without a response."""
+        """Return how many instances serve now; None if this is 0 or unknown."""
         try:
             description = self._connect(config).describe() or {}
         except InfrastructureError:

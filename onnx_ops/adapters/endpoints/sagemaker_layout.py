@@ -296,7 +296,8 @@ def read_state(
 ) -> EndpointState | None:
     """Return an endpoint's state.
 
-    The result is None if a variant has no deployment of onnx-ops, or no variant has traffic.
+    Every variant must have a deployment of onnx-ops, and at least one must have traffic. Otherwise,
+    the result is None.
 
     Args:
         variants: the deployment of each variant in the endpoint's config; None if onnx-ops did not

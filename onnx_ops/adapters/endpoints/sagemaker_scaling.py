@@ -131,8 +131,8 @@ class VariantScaling:
     def _targets(self, variants: Iterable[str]) -> dict[str, Mapping[str, Any]]:
         """Return the scalable targets by variant.
 
-        If the options do not scale variants, the permission to read targets is not required:
-        without it, the result is empty.
+        The permission to read targets is required only if the options scale variants. Otherwise,
+        the result is empty without it.
         """
         resources = {self._resource(name)["ResourceId"]: name for name in variants}
         if not resources:

@@ -125,9 +125,9 @@ class EndpointUpdate:
         """Change the weights of the running variants, and wait until they are in effect.
 
         The result is False if a change of weights alone is not enough. This is the case if a
-        variant with traffic is missing, or the endpoint has another config than `layout`. It is
-        also the case if onnx-ops did not create the endpoint, or if the endpoint is neither in
-        service nor being changed.
+        variant with traffic is missing, or the endpoint has another config than `layout`. The
+        endpoint must also be one that onnx-ops created, and must be in service or being changed.
+        Otherwise, the result is also False.
 
         Args:
             weights: weights by variant; those of other variants become 0.

@@ -65,7 +65,7 @@ def bind_call(
 
     With `renamed`, a single input can have a different name from the only required parameter, or
     from the first parameter if none is required. A function that takes all inputs in one
-    `*parameter` has no names for them, so the order of several inputs must be declared.
+    `*parameter` has no names for them. The order of several inputs must then be declared.
 
     Args:
         owner: the name that errors show.

@@ -109,7 +109,7 @@ class SklearnExporter(TreeExporter):
         """Return a graph that ONNX Runtime can load, and its layout.
 
         The layout is in float32 if an operator requires float32. Operators of trees, nearest
-        neighbors, kernels and others do not support float64, and scalers before them do not support
+        neighbors, kernels and others do not support float64. Scalers before them do not support
         integers. scikit-learn's trees also convert their rows to float32. A layout without float64
         and integers is used without loading its graph.
 

@@ -122,9 +122,8 @@ class LedgerKeys:
     ) -> tuple[EnvelopeSignature, ...]:
         """Return the signatures of an entry.
 
-        If this process has no valid key, an entry that grants nothing is not signed. Such an entry
-        is also not signed with the key of a remote service, since a rollback must not wait for a
-        service.
+        An entry that grants nothing is signed only if this process has a valid key outside a remote
+        service. A rollback must not wait for a service.
 
         Args:
             data: the bytes of the entry.

@@ -71,7 +71,7 @@ class LedgerSnapshot:
     """A state, and the version of the function `fold` that computed the state.
 
     With a snapshot, earlier entries are not read. It is valid only if its version is the present
-    one, and the entry after the state is signed and contains the digest of the snapshot.
+    one. The entry after the state must be signed, and must contain the digest of the snapshot.
     """
 
     fold: int
@@ -333,8 +333,8 @@ class ObjectLedger(Ledger):
     def _find_snapshot(self, endpoint: str) -> Head | None:
         """Return the head after the signed entry that names the snapshot.
 
-        The result is None if there is no valid snapshot, no validly signed entry names it, or
-        another version of the function `fold` computed its state.
+        The snapshot must be valid, and a validly signed entry must name it. The present version of
+        the function `fold` must have computed its state. Otherwise, the result is None.
         """
         data = self._objects.read(f"{endpoint}/{_SNAPSHOT}")
         if data is None:

@@ -82,8 +82,7 @@ class RevisionsReading:
     def latencies(self, revision: str) -> tuple[Sequence[float], Sequence[int]] | None:
         """Return the histogram of a revision; its bounds have the unit of the series.
 
-        The result is None without a histogram, or if its bounds do not range from above zero to
-        `+Inf`.
+        The result is None if there is no histogram with bounds from above zero to `+Inf`.
         """
         counts = self.revisions.get(revision)
         if counts is None or not counts.buckets:

@@ -62,8 +62,8 @@ class GraphOptimizer(Optimizer):
     """Optimizer that saves the graph after ONNX Runtime's optimizations.
 
     The saved graph loads faster. Option `level`: graphs of `basic` and `extended` run on every
-    machine. `all` also adapts the memory layout of convolutions to the registers of the CPU, so the
-    targets must have the same kind of CPU.
+    machine. `all` also adapts the memory layout of convolutions to the registers of the CPU. The
+    targets must then have the same kind of CPU.
     """
 
     tools: tuple[str, ...] = _TOOLS

@@ -60,8 +60,8 @@ class WeightOnlyQuantizer(Optimizer):
 
     Options and their defaults: `bits` (8; 4 for hqq and gptq), `block` (32), `symmetric` (true),
     `algorithm` (rtn), and `accuracy` (unset; 4 also quantizes activations to 8 bits). rtn rounds
-    the weights. hqq and gptq support 4 bits only and adjust the weights to preserve the model's
-    results; gptq needs calibration rows. hqq refuses `symmetric` and `accuracy`.
+    the weights. hqq and gptq support 4 bits only. They adjust the weights to preserve the model's
+    results, and gptq needs calibration rows. hqq refuses `symmetric` and `accuracy`.
     """
 
     tools: tuple[str, ...] = ("onnxruntime", "onnx", "numpy")

@@ -178,8 +178,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
 def _build_signature(path: Path) -> ModelSignature | None:
     """Return MLflow's signature of the model's inputs and outputs.
 
-    The result is None if MLflow cannot describe one of the inputs or outputs, or if the model has
-    none.
+    The result is None if MLflow cannot describe one of the inputs or outputs, or if the model lacks
+    inputs or outputs.
     """
     from mlflow.models import ModelSignature
 

@@ -34,8 +34,8 @@ def relocate_artifacts(database: Path, root: Path) -> tuple[str, ...]:
     """Move locations below former roots to the current root; return the former roots.
 
     A location of an experiment ends with the experiment's name. Its parent folder is a former root
-    if the current root has a folder with this name. A file that is not a database of MLflow, or
-    cannot be opened, is not changed.
+    if the current root has a folder with this name. Only a database of MLflow that can be opened is
+    changed.
 
     Raises:
         ServiceUnavailableError: the database cannot be changed, or another process has locked it.

@@ -130,8 +130,8 @@ class Keyring:
         """Replace the signing key; return the digests of the old and the new key.
 
         The old public key stays trusted. Both public keys are trusted on this machine before the
-        new private key signs anything, so decisions stay verifiable here after a crash. After a
-        crash, the next call completes the rotation with the same new key.
+        new private key signs anything. Decisions therefore stay verifiable here after a crash.
+        After a crash, the next call completes the rotation with the same new key.
 
         Args:
             admit: makes the old key admit the new key to the ledgers. If it fails, the old key

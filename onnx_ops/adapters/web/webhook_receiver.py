@@ -35,7 +35,7 @@ class WebhookReceiver(BackgroundServer):
     """HTTP server that answers requests while this context manager is open.
 
     Port 0 selects a free port. For each valid delivery that is not a repetition, the receiver calls
-    `wake` with the model's name; for each rejected delivery, it calls `refused` with the reason.
+    `wake` with the model's name. For each rejected delivery, it calls `refused` with the reason.
     `secret` is shared with MLflow, and `clock` determines the age of a delivery. `metrics` returns
     the text for `/metrics`.
     """

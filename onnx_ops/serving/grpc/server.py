@@ -353,7 +353,7 @@ class GrpcServer:
 
     The workers share the port, and the system distributes the connections.
 
-    Web pages cannot call this listener, because browsers do not support HTTP/2 without TLS. So the
+    Web pages cannot call this listener, because browsers support HTTP/2 only with TLS. So the
     listener checks neither `Host` nor `Origin`.
     """
 

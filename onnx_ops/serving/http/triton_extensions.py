@@ -60,8 +60,8 @@ def build_statistics(
 ) -> Mapping[str, object]:
     """Return the statistics of a version from the counters of its slots.
 
-    Triton's other fields are omitted, because their values are not recorded: the numbers of rows,
-    the times of the parts of a request, and the time of the last request.
+    Triton's other fields are omitted, because their values are not recorded. They are the numbers
+    of rows, the times of the parts of a request, and the time of the last request.
     """
     row = [sum(column) for column in zip(*rows, strict=True)]
     successes = row[get_column(200)]

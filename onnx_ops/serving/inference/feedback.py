@@ -51,9 +51,9 @@ class FeedbackCounter:
     later request can overwrite the entry; feedback on the earlier request is then unknown. Each id
     is counted once. Feedback by key refers to the last response to the user's cell.
 
-    Any server of the endpoint accepts the token of a response (see `FeedbackTokens`), and each
-    server counts a token once (for exceptions, see `_admit`). All workers store the stamps of
-    counted tokens in the same memory.
+    Any server of the endpoint accepts the token of a response (see `FeedbackTokens`). Each server
+    counts a token once (for exceptions, see `_admit`). All workers store the stamps of counted
+    tokens in the same memory.
     """
 
     def __init__(self, deployments: LoadedDeployments, cells: CellCounter) -> None:

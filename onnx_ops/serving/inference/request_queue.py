@@ -52,8 +52,8 @@ class LatencyEstimator:
 
     If the system suspends a run to run another process, a fast model seems slow. Therefore a slow
     run of a fast model enters the mean as at most the larger of 1 ms and four times the mean. So a
-    single slow run does not move the model off the event loop, unless its mean is near the limit.
-    Runs of at least 100 ms enter the mean unchanged.
+    single slow run moves the model off the event loop only if its mean is near the limit. Runs of
+    at least 100 ms enter the mean unchanged.
     """
 
     seconds: float = 0.0

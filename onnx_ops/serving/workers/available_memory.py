@@ -151,7 +151,7 @@ class _Memory(ctypes.Structure):
 class GpuMemory:
     """Reader of the free memory of GPUs through NVML.
 
-    Without the library, or for a GPU that NVML cannot identify, no number is returned.
+    A number is returned only if the library is available, and NVML can identify the GPU.
     """
 
     def __init__(self, gpus: Iterable[str]) -> None:

@@ -272,8 +272,9 @@ class Supervisor:
     def collect_counts(self, request: UserCountsRequest | None = None) -> Counts:
         """Return the counts of the current table's deployments; by user if requested.
 
-        If a watched deployment gets neither traffic nor mirrored requests, there are no counts by
-        user. Instead, the cold starts of all watched deployments are measured in the background.
+        Counts by user are returned only if every watched deployment gets traffic or mirrored
+        requests. Otherwise, the cold starts of all watched deployments are measured in the
+        background.
         """
         self._watched = request or self._watched
         if request is not None and not self._can_count_users(request):
@@ -287,9 +288,9 @@ class Supervisor:
     def _can_count_users(self, request: UserCountsRequest) -> bool:
         """Return whether the watched deployments get requests, or no table is published.
 
-        If not, the measurement of their cold starts is started if samples are missing, unless it is
-        running or a publication is in progress. Requests are counted by user as soon as the
-        candidate can get requests.
+        If not, and if samples are missing, the measurement of their cold starts is started. It is
+        not started while it is running, or while a publication is in progress. Requests are counted
+        by user as soon as the candidate can get requests.
         """
         if (current := self._publisher.current) is None:
             return True

@@ -1,19 +1,21 @@
 """The effective number of independent observations behind counts of requests.
 
 Canary steps on servers of onnx-ops do not need this number, since they assign versions at random in
-each epoch (see `unit_evidence`). The number is needed in three cases: A/B tests, in which a user
-stays on one version; sources that count no units; and service levels, which involve no comparison
-with another version.
+each epoch (see `unit_evidence`). The number is needed in three cases:
+
+- A/B tests, in which a user stays on one version
+- sources that count no units
+- service levels, which involve no comparison with another version
 
 The *design effect* D is how much more counts vary than if each request were assigned, or failed,
 independently (Kish 1965, Survey Sampling; for a split by users: Deng, Lu and Litz 2017, WSDM,
 641-649). The log likelihood is divided by D, as for any overdispersed count (quasi-likelihood:
-Wedderburn 1974, Biometrika 61:439-447), so counts are never more evidence than those of as many
-independent requests.
+Wedderburn 1974, Biometrika 61:439-447). Counts are therefore never more evidence than those of as
+many independent requests.
 
 In an A/B test, a user's counts grow and stay on one side. The summed evidence of fixed users is
-then more alike from look to look than that of a martingale with the same variance, and crosses a
-boundary no more often (Slepian 1962, Bell Syst. Tech. J. 41:463-501).
+then more alike from look to look than that of a martingale with the same variance. Therefore it
+crosses a boundary no more often (Slepian 1962, Bell Syst. Tech. J. 41:463-501).
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ def compute_block_effect(blocks: Sequence[UserBlocks]) -> float:
 
     A block with n requests and e events has x = e - R n, where R is the rate over all blocks and
     versions. The effect is the sum of x^2, divided by R (1 - R) times the number of requests. The
-    numerator of a block equals that of its users in expectation, since users are independent; any
+    numerator of a block equals that of its users in expectation, since users are independent. Any
     server can therefore count a block. Each request without a key is a unit.
 
     Args:
@@ -106,9 +108,9 @@ def _events(blocks: UserBlocks) -> tuple[int, ...]:
 def estimate_dispersion(table: npt.ArrayLike) -> Array:
     """Estimate the design effect of counts without users, at least 1.
 
-    The candidate's events of an interval are compared with the odds ratio of all other intervals,
-    since an odds ratio that includes the interval fits its events too well. The comparison detects
-    bursts and retries, but not users who differ for the whole rollout.
+    The candidate's events of an interval are compared with the odds ratio of all other intervals.
+    An odds ratio that includes the interval fits its events too well. The comparison detects bursts
+    and retries, but not users who differ for the whole rollout.
 
     Args:
         table: (..., intervals, 4): the candidate's events and requests, the stable version's events

@@ -8,18 +8,18 @@ are assigned at random and the versions do not differ, k has this law for any ca
 including bursts. The assignment is then the only random part.
 
 An e-process starts at 1 and, under its null hypothesis, is at most 1 in expectation at any stopping
-time; the chance that it ever reaches L is at most 1/L (Ville 1939; Ramdas, Grünwald, Vovk and
+time. The chance that it ever reaches L is at most 1/L (Ville 1939; Ramdas, Grünwald, Vovk and
 Shafer 2023, Statistical Science 38:576-601). Here, the e-process is a mixture of likelihood ratios
 over odds ratios above the tolerated one (method of mixtures: Robbins 1970, Ann. Math. Stat.
-41:1397-1409). The noncentral hypergeometric law has a monotone likelihood ratio, so the guarantee
-at the tolerated odds ratio is also valid for all smaller ones. The log likelihood is divided by the
-design effect of the counts (see `design_effect`), which is 1 where each request is assigned
+41:1397-1409). The noncentral hypergeometric law has a monotone likelihood ratio. The guarantee at
+the tolerated odds ratio is therefore also valid for all smaller ones. The log likelihood is divided
+by the design effect of the counts (see `design_effect`), which is 1 where each request is assigned
 independently.
 
 Evidence does not depend on the order of intervals. Merging intervals changes it, since their rates
-are then assumed to be equal. Evidence of merged intervals is valid under two conditions: the split
-did not change between them, and the merge did not depend on counts of events. More events on the
-candidate never lower the evidence: given the margins, k grows by at most one with x (Efron 1965,
+are then assumed to be equal. Evidence of merged intervals is valid under two conditions. The split
+did not change between them. The merge did not depend on counts of events. More events on the
+candidate never lower the evidence. Given the margins, k grows by at most one with x (Efron 1965,
 Ann. Math. Stat. 36:272-279).
 
 For an error rate s, the e-process against "the rate is s or more" is a mixture of likelihood ratios

@@ -1,11 +1,15 @@
 """How long it takes until a rollout finds a given harm.
 
-This time has no closed form. It is simulated (Monte Carlo): units of both versions are drawn on
-a grid of epochs, and judged by the functions of the judge, with its limits: `sum_log_factors` for
-units, `compute_log_likelihood` with the dispersion of intervals for sources without units,
-`compute_evidence_above` for copies, and `compute_split_evidence` for an A/B test. A step finds the
-harm, or ends before; the evidence of units is carried to the next step. The generator has a fixed
-seed.
+This time has no closed form. It is simulated (Monte Carlo). Units of both versions are drawn on a
+grid of epochs. They are judged by the functions of the judge, with its limits:
+
+- `sum_log_factors` for units
+- `compute_log_likelihood` with the dispersion of intervals for sources without units
+- `compute_evidence_above` for copies
+- `compute_split_evidence` for an A/B test
+
+A step finds the harm, or ends before; the evidence of units is carried to the next step. The
+generator has a fixed seed.
 """
 
 from __future__ import annotations
@@ -70,9 +74,9 @@ A histogram is usable from `guardrails.FEWEST_REQUESTS` requests.
 class _Search:
     """The search for a harm over the steps of simulated rollouts.
 
-    `is_open` marks the rollouts that have neither found the harm nor paused, `begun_s` when their
-    present step began, and `found_s` when the harm was found. `wealth` is the log wealth of the
-    gamblers (see `unit_evidence`) at each place, before the present step.
+    `is_open` is False for rollouts that have found the harm or have paused. `begun_s` is when the
+    present step of a rollout began, and `found_s` when the harm was found. `wealth` is the log
+    wealth of the gamblers (see `unit_evidence`) at each place, before the present step.
     """
 
     is_open: Flags

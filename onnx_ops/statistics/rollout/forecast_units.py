@@ -3,8 +3,8 @@
 Users send requests by Zipf's law with exponent `SKEW`, each as a Poisson process. Requests fail, or
 are slow, independently. In an epoch, a user with at least one request is a unit, whose badness is
 the share of its bad requests. Requests without a key are units themselves. The number of units in
-an epoch is a sum of independent Bernoulli trials; it is replaced by a binomial number with the same
-mean and variance. Waiting times for counts are Gamma distributed (Poisson process); where requests
+an epoch is a sum of independent Bernoulli trials. It is replaced by a binomial number with the same
+mean and variance. Waiting times for counts are Gamma distributed (Poisson process). Where requests
 come in clumps of one user, mean and variance of the counts are matched.
 """
 

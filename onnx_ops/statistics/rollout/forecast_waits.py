@@ -6,8 +6,8 @@ quantiles of a Gamma distribution, the law of the n-th event of a Poisson proces
 that they agree in each simulated rollout. A measured rate is drawn as a Gamma number (Poisson
 counts with Jeffreys' prior). Only a service level has no closed form: intervals are drawn, and
 judged by `is_rate_certified` with the design effect of the judge. The time of a service level
-depends much on properties of the traffic that are not measured, so simulated rollouts differ in
-these properties.
+depends much on properties of the traffic that are not measured. Simulated rollouts therefore differ
+in these properties.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ class WaitSimulation:
     def find_limit(self, step: PlannedStep) -> float:
         """Return the time after which a step pauses; infinite without such a limit.
 
-        The forecast limits neither a cold start, whose time it does not compute, nor an A/B test,
-        which ends with its duration.
+        Cold starts and A/B tests have no limit. The forecast does not compute the time of a cold
+        start, and an A/B test ends with its duration.
         """
         return math.inf if step.kind in ("cold", "ab_test") else self.policy.step_timeout
 

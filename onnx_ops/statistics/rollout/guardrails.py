@@ -64,8 +64,8 @@ BREAKER_TIMES = 5
 
 There were at least 20 requests, and at least half of them failed. The share of failed requests is
 at least five times the stable version's share, or the stable version had no requests. If requests
-are counted by block of users, as in an A/B test, their number is divided by the design effect:
-twenty requests of one user are worth one request.
+are counted by block of users, as in an A/B test, their number is divided by the design effect.
+Twenty requests of one user are worth one request.
 """
 BREAKER_LIMIT = 3.0
 """log10 of the evidence of a gross failure or of refusals by units.
@@ -152,7 +152,7 @@ def evaluate_cold_start(
     """Evaluate whether the candidate takes longer to start than the stable version.
 
     The guardrail is evaluated once, before any traffic. The loads of both versions alternate. A
-    single test needs no e-process: its p-value is below 1 / L with a probability of at most 1 / L,
+    single test needs no e-process. Its p-value is below 1 / L with a probability of at most 1 / L,
     like anytime-valid evidence that reaches L. The test therefore shares the family-wise error rate
     with the other guardrails.
 

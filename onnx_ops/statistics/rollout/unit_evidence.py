@@ -1,11 +1,11 @@
 """Evidence from units whose version is drawn anew in each epoch.
 
-It is valid at the end of every epoch. In a canary step, a coin decides which version serves a unit:
-a cell of users in one epoch, or a request without a key. Only the coin is assumed to be random;
-users, bursts, outages and drift may have any form. A unit has a badness y in [0, 1], the share of
-its requests that were events. A unit has the badness y1 under the candidate, and y0 under the
-stable version. Under the null hypothesis, y1 <= tau * y0 with tau >= 1: the candidate makes no unit
-more than tau times as bad.
+It is valid at the end of every epoch. In a canary step, a coin decides which version serves a unit.
+A unit is a cell of users in one epoch, or a request without a key. Only the coin is assumed to be
+random; users, bursts, outages and drift may have any form. A unit has a badness y in [0, 1], the
+share of its requests that were events. A unit has the badness y1 under the candidate, and y0 under
+the stable version. Under the null hypothesis, y1 <= tau * y0 with tau >= 1. The candidate then
+makes no unit more than tau times as bad.
 
 With the candidate's share p, the coin Z (1: candidate), an increasing concave score h with h(0) =
 0, and a fixed center m,
@@ -13,7 +13,7 @@ With the candidate's share p, the coin Z (1: candidate), an increasing concave s
     1 + lambda * ((h(y1) / tau - m) * (1 - p) * Z - (h(y0) - m) * p * (1 - Z))
 
 has a mean of at most 1, since each of the two cases has the weight p (1 - p). The product over
-units is therefore an e-process at the ends of epochs, and reaches L with a chance of at most 1 / L
+units is therefore an e-process at the ends of epochs. It reaches L with a chance of at most 1 / L
 (Ville 1939). The product is the wealth of a gambler who bets on the coins (testing by betting:
 Shafer 2021, J. R. Stat. Soc. A 184:407-431; bounded variables: Waudby-Smith and Ramdas 2024, J. R.
 Stat. Soc. B 86:1-27; randomization as the only assumption: Fisher 1935, The Design of Experiments).

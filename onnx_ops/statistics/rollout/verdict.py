@@ -1,7 +1,7 @@
 """Verdicts on rollouts whose traffic another program splits.
 
-The test is that of `evidence`: in each interval, the number of the canary's events has Fisher's
-noncentral hypergeometric law given the margins, and the likelihood ratios of the intervals are
+The test is that of `evidence`. In each interval, the number of the canary's events has Fisher's
+noncentral hypergeometric law given the margins. The likelihood ratios of the intervals are
 multiplied. Its validity depends on how requests are assigned to revisions:
 
 - `request`: the proxy draws a revision for each request. The assignment is then the only random
@@ -10,15 +10,14 @@ multiplied. Its validity depends on how requests are assigned to revisions:
   fails after 418 requests (median of 300 rollouts). With an estimate, it fails after 584
   (`benchmarks.analysis_truth`). Two conditions remain. The split must not change within an
   interval. Otherwise, the odds ratio of the mixed splits is not 1 if the rate of events changes too
-  (Simpson 1951, J. R. Stat. Soc. B 13:238-241). And the counts of both revisions must cover the
-  same time, so they must come from the same target, such as the proxy. Otherwise a burst falls into
-  one interval of the canary and a different interval of the stable revision.
+  (Simpson 1951, J. R. Stat. Soc. B 13:238-241). The counts of both revisions must also cover the
+  same time. They must therefore come from the same target, such as the proxy. Otherwise a burst
+  falls into one interval of the canary and a different interval of the stable revision.
 - `sticky`: a user or a connection stays with one revision. The design effect is estimated from the
   variation between intervals (`design_effect.estimate_dispersion`), which covers bursts and
-  retries. Users who differ for the whole rollout are not covered, and no test on such counts can
-  cover them.
+  retries. No test on such counts can cover users who differ for the whole rollout.
 
-If the setting is `request` but users stay with one revision, the error rate is not guaranteed: a
+If the setting is `request` but users stay with one revision, the error rate is not guaranteed. A
 user with many failures looks like a fault of the user's revision.
 
 An interval of a metrics source is left out if its split differs from that of the previous interval

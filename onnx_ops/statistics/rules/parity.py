@@ -40,9 +40,9 @@ from onnx_ops.statistics.rules.parity_rules import (
 COMPENSATED = 0.95
 """Relative squared error up to which a weight or bias counts as moved on purpose.
 
-It is the squared error of a layer's answers, divided by that of plain rounding; for a bias, by that
-with the original bias. GPTQ-like rounding gave 0.02 to 0.73 in 25 layers, and faults of the same
-size gave 0.99 and more: `benchmarks.truth.quantization`.
+It is the squared error of a layer's answers, divided by that of plain rounding. For a bias, it is
+divided by that with the original bias. GPTQ-like rounding gave 0.02 to 0.73 in 25 layers, and
+faults of the same size gave 0.99 and more: `benchmarks.truth.quantization`.
 """
 
 FURTHEST = 4.0
@@ -56,7 +56,7 @@ NEARLY_ROUNDED = (0.65, 1.15)
 
 The squared error is relative to that of plain rounding. A weight within both limits has a scale
 that was chosen by another criterion, as in k-quants. A level that is off by one is up to 1.5 steps
-away; planted faults gave a relative error of 1.3 and more.
+away. Planted faults gave a relative error of 1.3 and more.
 """
 
 SATURATION_WARNING = 0.03
@@ -236,7 +236,7 @@ def _is_rounded(weight: WeightMeasurement, gate: ParityGate) -> bool:
 
     GPTQ moves weights further than plain rounding does. Faults do not bring a layer's answers
     notably closer to the float export's than plain rounding does (`COMPENSATED`). A bias that
-    brings them closer was corrected, however far it moved: a bias is added to every row in the same
+    brings them closer was corrected, however far it moved. A bias is added to every row in the same
     way.
     """
     steps, error = NEARLY_ROUNDED

@@ -238,7 +238,7 @@ def _find_fewest(
     """Return how many of the worst nodes must stay in float, and how many to try next.
 
     The number is doubled, then bisected. If a trial is slower than the best so far with confidence,
-    larger numbers are not tried, since more nodes in float take more time.
+    larger numbers are not tried. More nodes in float take more time.
     """
     low, passing, untried = _double_nodes_in_float(state, recipe, ranked)
     if passing is None:
@@ -298,8 +298,8 @@ def _try_back_in_int8(
 def _stays_in_int8(state: SearchState, current: Trial, without: Trial) -> bool:
     """Return whether a node can return to int8.
 
-    The metric must be within the budget without the node in float, and float must not be faster
-    with confidence on every target.
+    Without the node in float, the metric must be within the budget. If float is faster with
+    confidence on every target, the node cannot return.
     """
     faster_in_float = bool(without.ratios) and all(
         name in current.ratios and current.ratios[name].high < one.low
