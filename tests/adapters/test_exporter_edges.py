@@ -55,7 +55,7 @@ MODELS: dict[Exporter, Callable[[], object]] = {
 }
 SECTIONS: dict[str, dict[str, Any]] = {
     "Did you mean 'x'": {"dynamic": {"xx": {0: "batch"}}},
-    "axes 0 to 1, not 2": {"dynamic": {"x": {2: "batch"}}},
+    "has 2 axes, numbered from 0, and no axis 2": {"dynamic": {"x": {2: "batch"}}},
     "not a valid name of a dimension": {"dynamic": {"x": {0: "my batch"}}},
     "no option 'fast'": {"options": {"fast": True}},
 }
