@@ -170,10 +170,10 @@ def bench(
 
 
 def guard_context(context: Context, timeout: float | None = None) -> Context:
-    """Return the context with runtimes that run models in separate processes.
+    """Return the context with runtimes that first run each model in a forked process.
 
-    A crash of a model then does not end this process. `timeout` is the limit of one call in
-    seconds.
+    A crash of a model in that run does not end this process. `timeout` is the limit of a forked
+    process in seconds. Timed runs follow in this process, without this limit.
     """
     from onnx_ops.adapters.runtimes.placement import guard_runtime
 

@@ -50,8 +50,8 @@ class Snapshot:
     """All endpoints at a time, in seconds since the epoch.
 
     `models` are the models of endpoints and of ledgers without endpoints. `error` is the reason why
-    the endpoints could not be listed. `revision` changes if the pages show other data (see
-    `_compute_revision`).
+    the endpoints could not be listed. `revision` changes only if the pages show other data of an
+    endpoint, or another error. `models` and data of the registry do not affect it.
     """
 
     at: float

@@ -275,7 +275,7 @@ class TestEqualAnswers:
     def test_score_with_equal_errors_or_exact_baseline_is_undefined(self) -> None:
         label, error = np.random.default_rng(0).standard_normal((2, 100))
         cases = (
-            (label + error, label - error, "all rows"),
+            (label + error, label - error, "cannot be estimated"),
             (label, label + np.linspace(0, 1, 100), "no error"),
         )
         for base, candidate, cause in cases:
