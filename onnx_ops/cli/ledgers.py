@@ -130,8 +130,9 @@ def _compare_with_endpoint(context: Context, state: ReleaseState) -> list[str]:
     if served.manifest == stable.manifest or not serves_only(observed, served):
         return []
     remedy = (
-        f"if {stable.name} was rolled back after this state, first run "
-        f'`onnx-ops rollback {state.endpoint} --to {served.version} --reason "…"`'
+        f"if {stable.name} was rolled back after this state, run "
+        f'`onnx-ops rollback {state.endpoint} --to {served.version} --reason "…"` '
+        f"after the adoption and before `onnx-ops reconcile {state.endpoint}`"
         if served.version in state.known
         else f"`onnx-ops reconcile {state.endpoint}` first gives all traffic to {stable.name}"
     )

@@ -132,7 +132,8 @@ def work(
         str, typer.Option(help="Prefect work pool whose stages this machine executes.")
     ],
     kinds: Annotated[
-        list[StageKind] | None, typer.Option(help="Kinds of stages to take; default: all.")
+        list[StageKind] | None,
+        typer.Option(help="Kinds of stages to take; default: all that can run in pools."),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Maximum number of concurrent stages.")] = 1,
 ) -> None:

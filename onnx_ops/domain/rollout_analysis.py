@@ -84,7 +84,7 @@ class AnalysisPolicy:
     max_duration: Annotated[
         Seconds,
         Le(30 * DAY),
-        doc("Time after which a rollout is no longer judged, and stays without a verdict."),
+        doc("Time after which the verdict is `inconclusive`, unless it is `fail`."),
     ] = DAY
 
     @property

@@ -44,7 +44,7 @@ def check_free_axes(section: Export, model_info: ModelInfo, reference: Reference
             if rejected and not _select_sizes(answered, symbol):
                 sizes = ", ".join(rejected)
                 raise UserError(
-                    f"the source rejects all other sizes of {place}",
+                    f"the source rejected all other sizes of {place} that were tried",
                     where="export.dynamic",
                     why=f"it rejected the sizes {sizes}; the first error was: "
                     f"{next(iter(rejected.values()))}",

@@ -133,8 +133,8 @@ class _PossibleOrigin:
             self.named,
         )
         level = next((place for place, trust in enumerate(trusts) if trust), len(trusts))
-        # Only the orientation distinguishes a square matrix from its transpose, unless only one of
-        # them is close in value.
+        # If neither a square matrix nor its transpose is close in value, the orientation decides.
+        # Otherwise, the smaller distance decides.
         return level, not (near or self.oriented), self.distance
 
 

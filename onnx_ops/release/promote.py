@@ -484,9 +484,8 @@ def _override(
             raise RefusedError(
                 "this machine cannot sign the override",
                 where=f"{record.model}/{record.version}",
-                why="it must be signed with a trusted key",
-                remedy="Run the command on a machine with a signing key, "
-                "or set the tag in MLflow if its server signs overrides.",
+                why="it must be signed with a trusted key, and MLflow's server did not sign it",
+                remedy="Run the command on a machine with a signing key.",
             )
         by, now = actor or context.host.actor(), context.clock.now()
         signed = sign_record(

@@ -231,7 +231,9 @@ TABLE = (
 )
 
 
-def test_load_csv_with_columns_of_different_types_returns_arrays_of_these_types(tmp_path: Path) -> None:
+def test_load_csv_with_columns_of_different_types_returns_arrays_of_these_types(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "rows.csv").write_text(TABLE)
     arrays = FileSource().load(FileData(file="rows.csv"), tmp_path)
     assert {name: array.dtype.kind for name, array in arrays.items()} == {

@@ -162,7 +162,8 @@ class ShapeOptimizer(Optimizer):
             hint = (
                 f"dims may name {', '.join(sorted(known))}."
                 if known
-                else f"The model has no free dimension apart from the batch axis. {KEEP_SOURCE}"
+                else "The model has no named free dimension apart from the batch axis. "
+                f"{KEEP_SOURCE}"
             )
             raise UserError(what, where=where, remedy=hint)
         library = importlib.import_module("onnxruntime.tools.onnx_model_utils")

@@ -214,8 +214,8 @@ def _used(config: Any, where: str) -> Mapping[str, Json]:
             where=where,
             remedy="Add `passes: {...}` to the configuration.",
         )
-    # `engine` is Olive's deprecated section for these keys.
-    flat = {**config.get("engine", {}), **config}
+    # Olive accepts these keys in the section `engine` or at the top level, and prefers the section.
+    flat = {**config, **config.get("engine", {})}
     if flat.get("search_strategy"):
         what = (
             "the configuration contains a search, whose result depends on the speed of the machine"

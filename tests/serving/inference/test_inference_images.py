@@ -143,7 +143,7 @@ def test_loaded_model_runs_several_images_and_refuses_corrupt_ones(deployment: D
     (means,) = model.run(("mean",), build_feed(PNG, JPEG, PNG))
     np.testing.assert_allclose(means[:2], compute_means(), atol=0.03)
     np.testing.assert_array_equal(means[0], means[2])
-    # A valid header before invalid data of a PNG file reaches the decoder, which returns an error.
+    # `run` does not check images, so the model's decoder gets this truncated file.
     with pytest.raises(UserError, match="cannot be decoded"):
         model.run(("mean",), build_feed(PNG[:60]))
 
