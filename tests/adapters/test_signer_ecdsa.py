@@ -175,7 +175,7 @@ def test_create_key_by_concurrent_threads_creates_one_key(tmp_path: Path) -> Non
 
 def test_create_key_in_unusable_folder_raises_infrastructure_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(InfrastructureError, match="cannot be created"):
+    with pytest.raises(InfrastructureError, match="cannot be written"):
         create_key(tmp_path / "file" / "signing.pem")
 
 
