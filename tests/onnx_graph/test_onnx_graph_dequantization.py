@@ -98,7 +98,7 @@ def test_write_dequantized_of_unknown_operator_raises_measurement_error(perceptr
 
 
 def write_branches(path: Path) -> Path:
-    """Write a model whose If has a product of a constant of its own, and one of the main graph."""
+    """Write a model whose If multiplies by its inner constant, and by one of the main graph."""
     text = """(float[N,8] x) => (float[N,4] scores) {
         total = ReduceSum<keepdims=0>(x)
         is_positive = Greater(total, zero)

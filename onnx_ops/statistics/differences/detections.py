@@ -117,9 +117,7 @@ def _explain_count(ours: Detections, theirs: Detections) -> str:
         return f"detections: {counts}"
     dropped = [index for index in range(len(more)) if index not in kept]
     if more.scores is None:
-        if kept and kept == set(range(len(fewer))):
-            return f"limit: {counts}; the {side} keeps the first {len(fewer)}"
-        return f"detections: {counts}; the {side} keeps {len(fewer)} of the same boxes"
+        return _explain_unscored_count(kept, counts, side)
     lost = more.scores[dropped]
     remaining = more.scores[sorted(kept)]
     is_lowest = not len(remaining) or float(lost.max()) <= float(remaining.min())
@@ -135,6 +133,16 @@ def _explain_count(ours: Detections, theirs: Detections) -> str:
             )
         return f"score threshold: {counts}; the {side} drops scores up to {lost.max():.3g}"
     return f"detections: {counts}; the {side} drops objects whose scores are not the lowest"
+
+
+def _explain_unscored_count(kept: set[int], counts: str, side: str) -> str:
+    """Return the reason of different numbers of boxes without scores.
+
+    `kept` are the places of the boxes that both sides have; `side` has only these.
+    """
+    if kept and kept == set(range(len(kept))):
+        return f"limit: {counts}; the {side} keeps the first {len(kept)}"
+    return f"detections: {counts}; the {side} keeps {len(kept)} of the same boxes"
 
 
 def _match(fewer: Floats, more: Floats) -> set[int] | None:
