@@ -201,8 +201,8 @@ class ListedVersion:
 class Choice:
     """The variant that a release serves on one target, or why there is none.
 
-    `objective` is the preference that was applied. `tied` names variants whose difference from the
-    chosen variant is within the noise.
+    `objective` is the preference that was applied. `tied` names the other
+    variants that the measured values do not separate from the chosen one.
     """
 
     target: str

@@ -308,6 +308,17 @@ def test_choose_by_accuracy_without_measurement_reports_it() -> None:
     )
     assert (found.variant, found.tied) == ("a", ("b",))
     assert "accuracy was not measured" in found.reason
+    assert "; not compared with b, and " in found.reason
+
+
+def test_choose_by_size_of_equal_variants_returns_first_as_small_as_other() -> None:
+    standing = standing_of(1000, (0.5, 0.5, 0.5), (0.0, 0.0, 0.0))
+    found = choose(
+        [measured(name, Verdict.PASS, standing) for name in ("a", "b")],
+        TargetObjective(objective="size"),
+    )
+    assert (found.variant, found.tied) == ("a", ("b",))
+    assert "as small as b, and it comes first in the file" in found.reason
 
 
 spans = st.lists(st.floats(0.1, 2.0), min_size=3, max_size=3).map(

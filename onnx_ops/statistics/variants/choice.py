@@ -94,7 +94,7 @@ def choose(decisions: Sequence[Decision], policy: TargetObjective = LATENCY) -> 
     chosen = min(tied, key=_Candidate.rank_by_size)
     others = [c for c in tied if c is not chosen]
     reasons = [_describe_choice(chosen, export, policy, loaded=loaded)]
-    reasons += [_describe_tie(chosen, others)] if others else []
+    reasons += [_describe_tie(chosen, others, policy)] if others else []
     reasons += [_describe_undecided(undecided)] if undecided else []
     return Choice(
         target=target,
@@ -190,14 +190,19 @@ def _find_tied(candidates: Sequence[_Candidate]) -> list[_Candidate]:
     return [c for c in candidates if c is best or is_tied(c)]
 
 
-def _describe_tie(chosen: _Candidate, others: Sequence[_Candidate]) -> str:
+def _describe_tie(chosen: _Candidate, others: Sequence[_Candidate], policy: TargetObjective) -> str:
+    names = ", ".join(c.decision.variant for c in others)
+    if policy.objective == "size" and chosen.key:
+        return f"as small as {names}, and it comes first in the file"
     is_smallest = all(chosen.bytes < c.bytes for c in others)
     why = (
         "it has the fewest bytes"
         if is_smallest
         else "of those with the fewest bytes, it comes first in the file"
     )
-    return f"tied with {', '.join(c.decision.variant for c in others)} within the noise, and {why}"
+    if chosen.key is None:
+        return f"not compared with {names}, and {why}"
+    return f"tied with {names} within the noise, and {why}"
 
 
 def _correct_for_family(decisions: Sequence[Decision]) -> tuple[list[Decision], dict[str, float]]:
