@@ -319,7 +319,7 @@ def build_model(net: ShapeNet) -> onnx.ModelProto:
     return join_graphs([build_decoder(), export_net(net), build_choice()])
 
 
-# The project's own code, without ONNX.
+# The following functions are the project's own code, which runs the network in torch.
 
 
 @functools.lru_cache(maxsize=4)

@@ -283,7 +283,7 @@ class Trial:
         try:
             request()
         except (NotFoundError, UserError, RefusedError):
-            # No rollout is in progress, there is no version to return to, or it was rolled back.
+            # No rollout is in progress, or the version to return to is missing or was rolled back.
             return
         except (StillPendingError, Killed):
             if self._count_rollbacks() > requests:

@@ -182,7 +182,7 @@ def _find_enum(schema: dict[str, Any]) -> list[str]:
         ("node_count, max: 3", "node_counts, max: 3", "did you mean 'node_count'"),
     ],
 )
-def test_load_pipeline_with_invalid_extension_raises_config_error(
+def test_load_pipeline_with_invalid_use_of_extension_raises_config_error(
     folder: Path, old: str, new: str, problem: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(problem)):

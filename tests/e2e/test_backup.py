@@ -59,8 +59,8 @@ def test_commands_with_older_ledger_backup_exit_4_until_adoption(
     assert (refused.code, refused.stderr.count("the ledger lost entries")) == (4, 1)
     seen = twice.root / ".onnx-ops" / "seen" / f"{ENDPOINT}.json"
     assert f"onnx-ops ledger adopt {ENDPOINT}` on a machine" in " ".join(refused.stderr.split())
-    # A machine that never read the newer entries has no record of them, although the endpoint has
-    # applied them.
+    # A machine that has read only the older entries has no record of the newer ones, although the
+    # endpoint has applied them.
     if forgets:
         seen.unlink()
         refused = twice.command("reconcile", ENDPOINT)

@@ -16,7 +16,9 @@ def test_run_context_outside_flow_is_inactive(monkeypatch: pytest.MonkeyPatch) -
     assert not RunContext().in_context()
 
 
-def test_run_context_in_worker_process_tags_flow_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_context_before_import_of_prefect_returns_tag_with_flow_run_id(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PREFECT__FLOW_RUN_ID", "0f3a")
     monkeypatch.delitem(sys.modules, "prefect", raising=False)
     assert RunContext().tags()["prefect.flow_run"] == "0f3a"

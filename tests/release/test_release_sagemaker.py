@@ -121,7 +121,7 @@ def test_version_rejected_by_alarm_is_deployed_again_only_with_override(scene: S
     assert "these alarms changed state since it began: failing" in rejection
     assert CHALLENGER not in scene.aliases()
 
-    # The rejected version must not be deployed again, neither while the alarm fires nor afterwards.
+    # The rejected version must not be deployed again, even after the alarm has ended.
     for firing in ("ALARM", "OK"):
         scene.alarm(firing)
         scene.reconcile()
@@ -134,7 +134,8 @@ def test_version_rejected_by_alarm_is_deployed_again_only_with_override(scene: S
     assert scene.serving() == ["v1"]
     assert len(scene.fake.updates("digits")) == 1
 
-    # With a signed override, the version serves, but not while the alarm fires.
+    # A signed override permits a new deployment, but not while the alarm fires. An alarm during this
+    # deployment reverts it.
     scene.alarm("ALARM")
     scene.promote(bad, override=True, reason="the alarm was about something else")
     with pytest.raises(InfrastructureError, match=r"alarms are firing .*: failing"):

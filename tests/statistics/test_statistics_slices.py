@@ -124,7 +124,7 @@ def test_correct_for_all_returns_p_values_of_holm() -> None:
 
 
 @pytest.mark.parametrize("limit", [0.01, 0.05, 0.2])
-def test_needed_rows_are_fewest_whose_interval_can_keep_drop_or_fewest_of_slice(
+def test_count_needed_rows_of_max_drop_returns_fewest_rows_that_can_pass_or_fewest_of_slice(
     limit: float,
 ) -> None:
     needed = SlicesGate(max_drop=limit).count_needed_rows()
@@ -132,6 +132,6 @@ def test_needed_rows_are_fewest_whose_interval_can_keep_drop_or_fewest_of_slice(
     assert needed == FEWEST_SLICE_ROWS or -limit >= tango_interval(needed - 1, 0, 0)[1]
 
 
-def test_needed_rows_of_minimum_are_fewest_whose_interval_can_keep_it() -> None:
+def test_count_needed_rows_of_min_returns_fewest_rows_that_can_pass() -> None:
     needed = SlicesGate(min=0.95).count_needed_rows()
     assert 0.05 ** (1 / needed) >= 0.95 > 0.05 ** (1 / (needed - 1))

@@ -176,10 +176,10 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
         return (yield)
     finally:
         # The freeze exempts the new objects from later garbage collections. Otherwise, each full
-        # one would examine all of them, including the two at pytest's end. With --collect-only no
-        # test runs, so the garbage is not freed before the freeze.
+        # one would examine all of them, including the two at pytest's end. Frozen garbage is never
+        # collected, so it is freed before. With --collect-only the run ends here, so the garbage can
+        # stay.
         if not session.config.option.collectonly:
-            # Garbage that is frozen is never collected.
             gc.collect()
         gc.freeze()
         gc.enable()

@@ -388,7 +388,7 @@ def test_model_after_long_run_on_event_loop_moves_to_thread(
     with Worker(
         state_of(deploy_loop(tmp_path / "loop"), blue=100), run_timeout=0.2
     ).running() as worker:
-        # The third request uses bound memory.
+        # These JSON requests have two inputs, so none of them uses bound memory.
         for _ in range(3):
             assert status(worker.send(post(INFER, loop_body(2)))) == 200
         # No run was on a thread.
@@ -435,7 +435,7 @@ def test_shadow_receives_copies_and_its_answers_reach_no_client(
             answer = worker.send(post(INFER, infer_body([number, 1])))
             assert b"x-onnx-ops-deployment: blue" in answer
             assert b'"data":[%.1f,2.0]' % (2 * number) in answer
-        # An invalid request is not mirrored, since it shows nothing about the shadow.
+        # Only valid requests are mirrored, since an invalid one shows nothing about the shadow.
         assert status(worker.send(post(INFER, b"{"))) == 400
         wait_until(lambda: worker.shared.sum_slot(2)[metrics.SHADOW_DONE] == 20)
         totals = worker.shared.sum_slot(2)
