@@ -53,7 +53,7 @@ class TestNumbers:
          np.array(["b", "a", "b"], object), np.array([True, False, True]),
          np.array(["2026-02-01", "2026-01-01", "2026-02-01"], "M8[D]")],
     )  # fmt: skip
-    def test_number_groups_of_any_type_numbers_values_in_order(self, array: Any) -> None:
+    def test_number_groups_of_sortable_values_numbers_them_in_order(self, array: Any) -> None:
         found = number_groups(array)
         assert found is not None
         assert found.tolist() == [1, 0, 1]

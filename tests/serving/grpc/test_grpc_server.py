@@ -145,7 +145,7 @@ def test_grpc_infer_of_invalid_request_returns_code_and_counts_http_status(
     ("data", "code", "status"),
     [(b"\x2a\x00" * 5000, Code.RESOURCE_EXHAUSTED, 413), (b"\x2a", Code.INVALID_ARGUMENT, 400)],
 )
-def test_grpc_unparsable_message_returns_same_error_in_call_and_stream(
+def test_grpc_message_that_cannot_be_decoded_returns_same_error_in_call_and_stream(
     worker: Worker, connect: Connect, data: bytes, code: Any, status: int
 ) -> None:
     channel = connect(worker.grpc_port).channel
@@ -323,7 +323,7 @@ def test_grpc_stream_with_failing_request_answers_rest_in_order(
     )
 
 
-def test_grpc_answers_have_feedback_token_only_if_table_has_key(
+def test_feedback_by_tokens_of_grpc_answers_is_counted_only_if_table_has_key(
     blue: Deployment, connect: Connect
 ) -> None:
     for key in ("", "0f" * 16):

@@ -170,7 +170,7 @@ def test_bound_runs_of_known_form_with_wrong_nesting_are_refused() -> None:
     assert "nesting" in str(served.read(bodies[1]))
 
 
-def test_bound_runs_with_several_inputs_or_long_bodies_bind_nothing() -> None:
+def test_bound_runs_of_long_json_bodies_or_with_several_inputs_bind_nothing() -> None:
     two = Served(inputs=2)
     tensors = [
         {"name": name, "datatype": "FP32", "shape": [1, 2], "data": [1, 2]} for name in ("x", "z")
