@@ -135,7 +135,7 @@ def export_lightgbm_with_space(
 
 
 @pytest.mark.parametrize("name", ["monthly fee", "monthly_fee"])
-def test_lightgbm_export_without_column_names_missing_and_spare_column(
+def test_lightgbm_export_with_missing_or_spare_column_raises_user_error_naming_it(
     tmp_path: Path, name: str
 ) -> None:
     listed = f"columns: [{name}, age]"

@@ -522,7 +522,7 @@ def test_build_probes_of_free_batch_includes_groups_inside_and_outside_domain(
     assert inside.isdisjoint({"missing", "infinite", "empty_batch"})
 
 
-def test_build_probes_without_rows_raises_user_error_without_remedy_for_declared_values(
+def test_build_probes_names_remedy_for_values_of_wrong_type_but_not_for_missing_rows(
     tmp_path: Path,
 ) -> None:
     path = write_perceptron(tmp_path / "model.onnx")

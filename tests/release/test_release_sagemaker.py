@@ -134,8 +134,8 @@ def test_version_rejected_by_alarm_is_deployed_again_only_with_override(scene: S
     assert scene.serving() == ["v1"]
     assert len(scene.fake.updates("digits")) == 1
 
-    # A signed override permits a new deployment, but not while the alarm fires. An alarm during this
-    # deployment reverts it.
+    # A signed override permits a new deployment, but not while the alarm fires. An alarm during
+    # this deployment reverts it.
     scene.alarm("ALARM")
     scene.promote(bad, override=True, reason="the alarm was about something else")
     with pytest.raises(InfrastructureError, match=r"alarms are firing .*: failing"):

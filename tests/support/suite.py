@@ -177,8 +177,8 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
     finally:
         # The freeze exempts the new objects from later garbage collections. Otherwise, each full
         # one would examine all of them, including the two at pytest's end. Frozen garbage is never
-        # collected, so it is freed before. With --collect-only the run ends here, so the garbage can
-        # stay.
+        # collected, so it is freed before. With --collect-only the run ends here, so the garbage
+        # can stay.
         if not session.config.option.collectonly:
             gc.collect()
         gc.freeze()

@@ -186,8 +186,8 @@ def test_large_bodies_in_pieces_with_small_requests_between_are_answered(
     sent = b"".join(requests)
     with worker.connect() as client:
         start = 0
-        # To save time, small pieces are used only for the start of each 500,000 bytes: the first 50.
-        # The rest is sent as one piece. Larger pieces are used throughout.
+        # To save time, small pieces are used only for the start of each 500,000 bytes: the first
+        # 50. The rest is sent as one piece. Larger pieces are used throughout.
         while start < len(sent):
             size = piece if start % 500_000 < 50 * piece else 500_000 - start % 500_000
             client.sendall(sent[start : start + size])
