@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile --constraint constraints.txt
-# Tests start many processes; where Python may not write bytecode, each would compile what it imports. A few templates of
-# packages are no Python, and are passed over.
+# Tests start many processes. Where Python cannot write bytecode, each process would compile the modules that it imports.
+# Errors are ignored, because a few templates of packages are not valid Python.
 COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 COMPILE_OWN := $(BIN)/python -m compileall -qq onnx_ops
 
@@ -54,13 +54,13 @@ test-all: $(VENV)/.all
 test-processor: $(VENV)/.dev
 	$(BIN)/python -m tests.support.processor
 
-# Few trials of the same worlds each time: what lands does not depend on the draw. `truth-all` draws new ones.
+# A few trials with fixed seeds, so that each run simulates the same data.
 truth: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.gate_truth --quick --seed 3377847176
 	$(BIN)/python -m benchmarks.rollout_truth --quick --seed 3190387882
 	$(BIN)/python -m benchmarks.rollback_debt --quick
 
-# The same with every trial, and what only has long ones: hours.
+# All trials of these benchmarks, and further benchmarks that take long: hours.
 truth-all: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.gate_truth
 	$(BIN)/python -m benchmarks.rollout_truth

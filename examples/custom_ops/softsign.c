@@ -2,11 +2,11 @@
  *
  *     cc -O2 -shared -fPIC -o libsoftsign.so softsign.c -lm
  *
- * It needs no header of ONNX Runtime. The runtime hands over its C API as a table of functions to which every version
- * only appends, so a position in the table means the same in all of them; the few that are needed stand in `Slot`, in
- * the order of version 1. The struct of an operator is that of API version 8; ONNX Runtime 1.31 crashes on
- * older ones, whose two last callbacks it calls all the same.
- * With onnxruntime_c_api.h at hand, use that instead.
+ * It needs no header of ONNX Runtime. The runtime passes its C API as a table of functions. New versions only append to
+ * this table, so each function keeps its position. `Slot` lists the positions of the functions that are used here. The
+ * struct of an operator is that of API version 8. With structs of older versions, ONNX Runtime 1.31 crashes, because it
+ * always calls the last two callbacks of version 8.
+ * If onnxruntime_c_api.h is available, use it instead.
  */
 #include <math.h>
 #include <stddef.h>

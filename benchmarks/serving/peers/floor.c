@@ -1,5 +1,5 @@
-/* The least cost of a request: an HTTP/1.1 server on one thread that reads a POST to its end, runs no model and sends
-   an answer as long as a small model's. The cost is that of the operating system.
+/* An HTTP/1.1 server that shows the minimum cost of a request, which is the cost of the operating system. Its one
+   thread reads each POST completely, runs no model, and sends an answer that is as long as that of a small model.
 
    cc -O2 -o floor floor.c && ./floor PORT */
 

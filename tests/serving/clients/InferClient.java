@@ -8,7 +8,7 @@ import java.net.http.HttpResponse;
 import java.net.http.HttpResponse.BodyHandlers;
 import java.util.List;
 
-/** Sends bodies to the URL with the JDK's client as it is by default, which offers h2c; prints statuses and answers. */
+/** Send bodies to the URL with the JDK's default client, which offers h2c, and print statuses and answers. */
 public class InferClient {
     public static void main(String[] arguments) throws Exception {
         HttpClient client = HttpClient.newHttpClient();
