@@ -30,7 +30,7 @@ class Adoption:
 
     The state includes the entries up to `state.head`. Later entries, up to entry `count`, will have
     no effect. Some of the later entries can be known only to this machine or to the endpoint.
-    `damage` is the reason why the later entries cannot be read; it is empty if they can be read.
+    `damage` is the error of reading the ledger; it is empty for an intact ledger.
     """
 
     state: ReleaseState
@@ -161,8 +161,8 @@ def find_adoption(
 ) -> Adoption:
     """Return the state of a ledger before its damage, or after an earlier entry.
 
-    Without `last`, the present state is returned if no entry is damaged, or if the damaged entries
-    are before a valid snapshot.
+    If `last` is None, the present state is returned if all entries are intact, or if the damaged
+    entries are before a valid snapshot.
 
     Args:
         last: sequence of the last entry that stays in effect; by default, the last readable entry.
@@ -192,7 +192,7 @@ def find_adoption(
         readable = entries[-1].sequence if entries else 0
         remedy = f"Readable entries: 1 to {readable}." if readable else "No entry is readable."
         raise UserError(
-            f"entry {last} does not exist, or cannot be read",
+            f"entry {last} is missing or unreadable",
             where=f"ledger {endpoint}",
             why=damage,
             remedy=remedy,
@@ -264,7 +264,7 @@ def _remove_key(keys: Mapping[Digest, str], key: Digest | None, endpoint: str) -
     left = {digest: public for digest, public in keys.items() if digest != key}
     if keys and not left:
         raise RefusedError(
-            "the key was not removed, since the ledger would accept no other key",
+            "the key was not removed, since the ledger accepts only this key",
             where=f"ledger {endpoint}",
             remedy="Replace the key first (`onnx-ops keys rotate`), or admit another key "
             "(`onnx-ops keys admit FILE`).",

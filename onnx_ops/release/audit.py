@@ -63,7 +63,7 @@ def reevaluate(
     """Re-evaluate the decisions of a version, for one target or for all targets.
 
     Raises:
-        NotFoundError: the version does not exist, or has no decision for the target.
+        NotFoundError: the version or its decision for the target does not exist.
         DigestMismatchError: the stored evidence differs from the signed evidence.
     """
     record = context.registry().version(model, version)
@@ -113,7 +113,7 @@ def reevaluate_release(
         The re-evaluated decisions by variant.
 
     Raises:
-        NotFoundError: the version does not exist, or no variant has a decision.
+        NotFoundError: the version does not exist, or all variants lack a decision.
         DigestMismatchError: the stored evidence differs from the signed evidence.
     """
     registry = context.registry()
@@ -167,7 +167,7 @@ def list_dependents(context: Context, key: Digest) -> tuple[Dependent, ...]:
 
     Raises:
         ServiceUnavailableError, MissingPackageError: the registry does not answer, or its client
-            package is not installed.
+            package is missing.
     """
     configs = [context.ledger.state(name).config for name in list_bound_endpoints(context)]
     pairs = {(config.model, config.target) for config in configs if config is not None}
@@ -194,7 +194,7 @@ def list_deployed_dependents(context: Context, key: Digest) -> tuple[Dependent, 
     """Return the versions of endpoints whose decision or override the key signed.
 
     These are the stable, previous and candidate versions. The ledger keeps the signature with which
-    a version was deployed. Without that key, a restarted server does not load the version.
+    a version was deployed. A restarted server loads the version only if it trusts that key.
     """
     dependents = []
     for name in list_bound_endpoints(context):

@@ -44,7 +44,7 @@ def require_passing_decision(
             version itself must also have a valid decision.
 
     Raises:
-        RefusedError: the version has no decision, or the verdict that applies is not PASS.
+        RefusedError: the version lacks a decision, or the verdict that applies is not PASS.
         InvalidSignatureError: the version's decision is forged, signed by a key that is not
             trusted, or about another model, version or target.
     """
@@ -192,7 +192,7 @@ def is_later(override: SignedOverride, rollback: PublishedRollback) -> bool:
     """
     try:
         return datetime.fromisoformat(override.record.at) >= rollback.at
-    except (ValueError, TypeError):  # The text is not a time, or the time has no time zone.
+    except (ValueError, TypeError):  # The text is not a time with a time zone.
         return False
 
 
@@ -208,9 +208,10 @@ def build_override(
     """Return the override record to sign for a version.
 
     Operator libraries and execution are taken from a signed decision about these files, regardless
-    of its verdict. Without a decision, the files are served without operator libraries, on one CPU
-    thread. The clock of this machine can be wrong. The time of the record is therefore never before
-    a published rollback of the version, so that the override lifts this rollback.
+    of its verdict. If there is no such decision, the files are served on one CPU thread, and
+    operator libraries are left out. The clock of this machine can be wrong. The time of the record
+    is therefore never before a published rollback of the version, so that the override lifts this
+    rollback.
 
     Args:
         verifier: verifier of the decision; None if no decision can be verified.

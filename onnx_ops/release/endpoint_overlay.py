@@ -152,7 +152,7 @@ class EndpointOverlay(EndpointProvider):
     def list_orphans(
         self, config: EndpointConfig, needed: frozenset[Digest]
     ) -> Sequence[OrphanedResource]:
-        """Return the resources that are not needed, without those that were deleted."""
+        """Return the resources that are not needed, except those that were deleted."""
         return [
             orphan
             for orphan in self._inner.list_orphans(config, needed)
@@ -236,7 +236,7 @@ class MetricsOverlay(MetricsSource):
     ) -> MetricsReading:
         """Return the counts; after a recorded change, the last counts before this change.
 
-        If no counts were read before the change, the reading has none.
+        If no counts were read before the change, the reading is empty.
         """
         name = config.endpoint
         if not self._has_changed(name):

@@ -1,7 +1,7 @@
 """All entries of an endpoint's ledger, with what their signatures grant.
 
-A log that was read before is extended by the entries that were appended since then. A process
-therefore reads a ledger of 10,000 entries only once.
+An intact log that was read before is extended by the entries that were appended since then. A
+process therefore reads an intact ledger of 10,000 entries only once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class EntryLog:
     Attributes:
         state: the state after the entries.
         grants: what each entry grants; empty if an entry needs no signature, None if its signature
-            was not verified.
+            is unverified.
         error: the damage of the ledger; None for an intact ledger.
     """
 

@@ -87,7 +87,7 @@ def promote_release(
     """Promote the version that a run registered, unless another version replaced it.
 
     If the version was promoted before and another version serves now, the other version is newer,
-    or an operator chose it. A run without changes must not revert this, so the promotion is
+    or an operator chose it. An unchanged run must not revert this, so the promotion is
     skipped. Otherwise, `promote` is called.
 
     Args:
@@ -206,8 +206,8 @@ def promote(
 ) -> PromotionResult:
     """Make a version the challenger of a target.
 
-    If no endpoint is bound to the model and target, and none is expected, the version becomes the
-    champion immediately. If all of these endpoints serve the version already, no alias is set.
+    If no endpoint is bound to the model and target or expected, the version becomes the champion
+    immediately. If all bound endpoints serve the version already, no alias is set.
 
     Args:
         reason: recorded in a tag of the version, unless it serves already. An override requires the
@@ -218,8 +218,7 @@ def promote(
 
     Raises:
         RefusedError: the decision does not allow the version to serve, the version was rolled back,
-            or the registry does not permit the alias. For an override: no key on this machine can
-            sign it.
+            or the registry refuses the alias. For an override: no key on this machine can sign it.
         NotFoundError: the version does not exist.
         UserError: the override has no reason.
         MissingKeyError: no key on this machine can sign the ledger entry of an override.
@@ -438,7 +437,7 @@ def finish_deletion(journal: Journal, *, reason: str = "") -> None:
 
 
 def _set_champion(context: Context, record: VersionRecord, target: str, actor: str) -> None:
-    """Set the champion immediately, since a target without endpoints has no rollout."""
+    """Set the champion immediately, since only endpoints have rollouts."""
     registry = context.registry()
     champion, previous = format_alias("champion", target), format_alias("previous", target)
     present = registry.aliases(record.model)

@@ -44,7 +44,7 @@ _DIGEST = re.compile(rb"sha256:[0-9a-f]{64}")
 
 
 def find_unreferenced(context: Context, *, older_than_s: float) -> tuple[StoredObject, ...]:
-    """Return stored objects that are not needed, without deleting them.
+    """Return the stored objects that are not needed; delete nothing.
 
     Only objects older than the limit and older than a day are returned.
 
@@ -188,7 +188,7 @@ def delete_orphans(context: Context, orphans: Sequence[Orphan]) -> tuple[Orphan,
     gone = []
     for one in orphans:
         config = configs.get(one.endpoint)
-        if config is None:  # Another process has deleted the endpoint since the survey.
+        if config is None:  # The endpoint was deleted or abandoned after the survey.
             continue
         try:
             context.provider(one.provider).delete_orphan(config, one.leftover)
@@ -231,12 +231,12 @@ class PrunePlan:
 def plan_pruning(
     context: Context, models: Sequence[str], *, keep: int, older_than_s: float
 ) -> PrunePlan:
-    """Return the objects that are not needed now, without removing them.
+    """Return the objects that are not needed now; remove nothing.
 
     A version is kept for any of these reasons:
 
     - An alias points to the version, or will be set to it.
-    - An endpoint serves the version, can roll back to it, or will serve it next.
+    - An endpoint serves the version, can roll back to it without loading it, or will serve it next.
     - The version belongs to one of the newest releases, or is young.
 
     If an endpoint does not answer, every version that it ever served is kept.

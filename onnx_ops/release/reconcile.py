@@ -158,8 +158,8 @@ def reconcile_with_retries(
 ) -> tuple[dict[str, list[StepReport]], dict[str, OnnxOpsError]]:
     """Call `reconcile_each` with growing pauses until it succeeds.
 
-    A call succeeds if no endpoint fails and no rollback is pending. The function starts no further
-    call after `for_s` seconds, or if missing packages are the only errors.
+    A call fails if an endpoint fails or a rollback is pending. The function starts no further call
+    after `for_s` seconds, or if missing packages are the only errors.
 
     Returns:
         The reports and errors of the last call, by endpoint.
@@ -200,9 +200,9 @@ def reconcile_step(context: Context, endpoint: str, *, actor: str = "") -> StepR
         ConflictError: a process that does not write the ledger is changing the endpoint.
         ServiceUnavailableError: the endpoint could not be reached.
         InfrastructureError: the provider failed, or a model cannot be loaded.
-        RefusedError: a version of the action is not approved, the provider does not permit the
-            action, or the registry does not permit an alias. In the last case, an endpoint that
-            does not answer was restored before.
+        RefusedError: a version of the action is not approved, the provider refuses the action, or
+            the registry refuses an alias. In the last case, an endpoint that does not answer was
+            restored before.
         CorruptStateError: the ledger is damaged, or lost entries that the endpoint has applied.
         MissingKeyError: no key on this machine can sign the entry of the next action.
     """
@@ -497,8 +497,8 @@ def _resume_action(journal: Journal, intent: Intent) -> StepReport:
 class MetricsSnapshot:
     """The counts of a rollout up to now, with those of `reading`.
 
-    `observations` is None if no rollout in progress is analyzed, or if the metrics source does not
-    answer. `reading` is None if the source has no new counts. `failure` is the reason why counts
+    `observations` is None outside an analyzed rollout, or if the metrics source does not answer.
+    `reading` is None if the source has no new counts. `failure` is the reason why counts
     are missing.
     """
 
@@ -605,7 +605,7 @@ def record_metrics(journal: Journal, snapshot: MetricsSnapshot, action: Action |
 
     Raises:
         ConflictError: another process acted meanwhile.
-        ServiceUnavailableError: the metrics source does not answer, so no rollout can start.
+        ServiceUnavailableError: the metrics source does not answer, which prevents the start.
         MissingKeyError: no key on this machine can sign the thresholds.
     """
     state = journal.state
@@ -729,8 +729,8 @@ def record_selection(journal: Journal, desired: DesiredState) -> None:
     """
     if (selected := _find_unrecorded_selection(journal, desired)) is not None:
         with suppress(MissingKeyError):
-            # If the signing key is missing, the start of the rollout records the time of the
-            # selection later.
+            # If the signing key is missing, the present time is lost. The entry of the later start
+            # then has its own time as the time of the selection.
             journal.append(VersionSelected(selected=selected))
 
 

@@ -56,7 +56,7 @@ MAX_TEXT = 400
 REGISTRY_OUTAGES = (ServiceUnavailableError, MissingPackageError)
 """Errors after which a caller can continue without the registry.
 
-The registry does not answer, or its client package is not installed.
+The registry does not answer, or its client package is missing.
 """
 
 

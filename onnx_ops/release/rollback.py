@@ -145,11 +145,11 @@ def roll_back_each(
         timeout_s: seconds after which an unfinished rollback is reported as pending.
 
     Returns:
-        Results and errors by endpoint. NotFoundError: the endpoint or version does not exist, or
-        there is no previous version. RefusedError: the goal version was itself rolled back before,
+        Results and errors by endpoint. NotFoundError: the endpoint does not exist, or lacks version
+        `to` or a previous version. RefusedError: the goal version was itself rolled back before,
         or the endpoint is being deleted. StillPendingError: the rollback was requested, and is not
-        complete yet. UserError: `candidate_only` is set, no rollout is in progress, and the last
-        one was not rolled back. MissingKeyError: no key on this machine can sign the request, which
+        complete yet. UserError: with `candidate_only`, no rollout is in progress or was rolled back
+        last. MissingKeyError: no key on this machine can sign the request, which
         does more than return traffic to a granted version. CorruptStateError: the ledger is
         damaged.
     """
@@ -201,7 +201,7 @@ def find_rollback_goal(context: Context, endpoint: str) -> Deployment:
     """Return the deployment that a rollback without `to` would give all traffic.
 
     Raises:
-        NotFoundError: the endpoint does not exist, or there is no previous version.
+        NotFoundError: the endpoint does not exist, or lacks a previous version.
         RefusedError: the previous version was itself rolled back, or the endpoint is being deleted.
     """
     action = _plan(Journal.open(context, endpoint), None, "", force=False)
@@ -217,7 +217,7 @@ def withdraw_request(context: Context, endpoint: str, *, reason: str, actor: str
         The name of the withdrawn request, such as `the deletion`.
 
     Raises:
-        NotFoundError: the endpoint does not exist, or no request is pending.
+        NotFoundError: the endpoint or a pending request does not exist.
         UserError: `reason` is blank.
         MissingKeyError: no key on this machine can sign the withdrawal.
     """
@@ -246,14 +246,14 @@ def withdraw_request(context: Context, endpoint: str, *, reason: str, actor: str
 def write_off_server(
     context: Context, endpoint: str, server: str, *, reason: str, actor: str = ""
 ) -> bool:
-    """Record that a silent server will not return, so that no rollback waits for it.
+    """Record that a silent server has ended, so that no rollback waits for it.
 
     Returns:
         False if this is already recorded, and the server has not reported since then.
 
     Raises:
         UserError: `reason` is blank.
-        NotFoundError: the endpoint does not exist, or there is no report of this server.
+        NotFoundError: the endpoint or a report of this server does not exist.
         RefusedError: the server still reports.
     """
     if not reason.strip():
@@ -304,7 +304,7 @@ def send_command(
 
     Raises:
         NotFoundError: the endpoint does not exist.
-        UserError: no rollout is in progress, or the command is to resume a rollout that no operator
+        UserError: no rollout is in progress. Or the command is to resume a rollout that no operator
             has paused.
         MissingKeyError: no key on this machine can sign the command; a pause needs no key.
     """
@@ -342,10 +342,9 @@ def select_endpoints(
     selected. If none is selected, the endpoints that rolled this release back are selected.
 
     Raises:
-        UserError: with `every`, endpoints are named or no model is given; without `every`, no
-            endpoint is named, or a model or target is given.
-        NotFoundError: no endpoint serves this model on this target, or none serves the latest
-            release.
+        UserError: with `every`, endpoints are named or no model is given. Otherwise, no endpoint is
+            named, or a model or target is given.
+        NotFoundError: no endpoint serves this model on this target, or its latest release.
     """
     names_endpoints = bool(endpoints) and not (model or target)
     names_model = bool(model) and not endpoints
@@ -579,7 +578,7 @@ def _find_goal(state: ReleaseState, roles: Roles, to: str | None, force: bool) -
     previous version.
 
     Raises:
-        NotFoundError: the version never served at this endpoint, or there is no previous version.
+        NotFoundError: the endpoint never served the version, or lacks a previous version.
     """
     if to is not None:
         version = to.removeprefix("v")

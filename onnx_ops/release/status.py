@@ -563,7 +563,7 @@ def _describe_thresholds(body: ThresholdsFixed) -> str:
 
     fixed = body.thresholds
     if fixed is None:
-        return "none: too few requests"
+        return "none: too few requests, or the source lacks latencies"
     return (
         f"{describe(fixed)}, from {fixed.requests} requests; "
         f"candidate: {describe(body.slower or fixed)}"

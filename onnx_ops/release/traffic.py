@@ -46,8 +46,8 @@ def measure_traffic(
 
     Raises:
         NotFoundError: no pipeline has bound the endpoint.
-        UserError: the endpoint serves no version, or got no requests.
-        ServiceUnavailableError: the source does not answer, returns no later counts, or its counts
+        UserError: the endpoint lacks a version, or got no requests.
+        ServiceUnavailableError: the source does not answer, returns outdated counts, or its counts
             restarted.
     """
     journal = Journal.open(context, endpoint)
@@ -55,7 +55,7 @@ def measure_traffic(
     config, candidate = journal.config, journal.state.roles.candidate
     if stable is None:
         raise UserError(
-            "the endpoint serves no version, so it has no traffic",
+            "the endpoint serves no version, so its traffic is zero",
             where=endpoint,
             remedy="Give the expected traffic: --rate 5/s.",
         )
@@ -121,7 +121,7 @@ def _read_window(
 def read_recorded_traffic(context: Context, endpoint: str) -> Traffic | None:
     """Return the traffic of the endpoint's last rollout in its ledger.
 
-    The result is None if the ledger has no requests in an interval of known duration.
+    The result is None if the ledger has no requests of this rollout in intervals of known duration.
     """
     timeline = build_timeline(endpoint, context.ledger.read(endpoint))
     if timeline is None or not timeline.history:
@@ -172,7 +172,7 @@ def _estimate_users(reading: MetricsReading, stable: str) -> int:
     coefficient of variation of the blocks' counts is the number of blocks times the sum of w^2,
     plus that of Poisson counts. If the first term is within two standard errors of Poisson counts,
     as many users as requests are assumed. The result is 0 if the source does not count blocks, or
-    if at least half of the requests have no key.
+    if at least half of the requests lack a key.
     """
     latest = max((one.generation for one in reading.counts), default=0)
     blocks: UserBlocks | None = (

@@ -1,7 +1,7 @@
 """Reconcile endpoints at an interval, and those of a queued model immediately.
 
-Every full pass reads the state again (aliases, ledgers, endpoints, time). A change whose webhook
-was lost is therefore found in the next full pass.
+A full pass reads the state again (aliases, ledgers, endpoints, time). A change whose webhook was
+lost is therefore found by a later pass.
 """
 
 from __future__ import annotations

@@ -336,7 +336,7 @@ def test_find_adoption_with_last_after_missing_entry_raises_user_error(site: Sit
     del site.objects.data[f"{ENDPOINT}/{count - 2:08d}.jsonl"]
     site.objects.data.pop(f"{ENDPOINT}/snapshot.json", None)
     operator = site.open(MAIN, MAIN)
-    missing = f"entry {count - 1} does not exist, or cannot be read"
+    missing = f"entry {count - 1} is missing or unreadable"
     with pytest.raises(UserError, match=missing) as caught:
         find_adoption(operator, ENDPOINT, last=count - 1)
     assert caught.value.remedy == f"Readable entries: 1 to {count - 3}."
