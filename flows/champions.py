@@ -18,8 +18,8 @@ from onnx_ops.orchestration.flows import actor, ends_as_failed
 def champions(pipelines: tuple[str, ...] = (), blocks: tuple[str, ...] = ()) -> State[Any]:
     """Repeat each champion's benchmark and evaluate its gates.
 
-    The run fails as `RecheckFailed` if a champion fails, and as `EnvironmentFailed` if none fails
-    but one could not be measured.
+    The run fails as `RecheckFailed` if a champion fails. Otherwise, it fails as `EnvironmentFailed`
+    if a champion could not be measured.
 
     Args:
         pipelines: Names of pipelines or models; by default all with a champion.

@@ -31,7 +31,7 @@ def pipeline(
         overrides: Values to override, such as train.with.seed=3.
         until: Stop after this kind of stage.
         no_cache: Kinds of stages to run again, cached or not.
-        abandon: Why endpoints that the file no longer names may be abandoned.
+        abandon: Why endpoints that the file no longer names or has moved may be abandoned.
         jobs: Maximum number of stages that run in parallel; by default one for each core.
         blocks: Prefect blocks with the addresses of services, such as onnx-ops-registry/prod.
     """

@@ -21,13 +21,13 @@ def rollback(
     target: str = "",
     blocks: tuple[str, ...] = (),
 ) -> State[Any]:
-    """Roll back to the previous version, or to `to`.
+    """Move all traffic back to one version, by default the stable or the previous one.
 
     This needs MLflow only if model files are lost. Aliases follow when the registry answers.
 
     Args:
         endpoints: Names of endpoints.
-        to: Version to go back to; the previous one by default.
+        to: Version to restore; by default the stable one in a rollout, else the previous one.
         reason: Why; recorded in the ledger.
         force: Allow a version that was itself rolled back, and roll back further after a rollback.
         all: Roll back the endpoints of the model, and of the target if given, instead of named

@@ -19,7 +19,8 @@ def rollout(
 ) -> State[Any]:
     """Move traffic step by step as the metrics allow.
 
-    The run fails if the candidate is rolled back, or if the last reconciliation ends with an error.
+    The run fails if the endpoint's last rollout was rolled back, or if the last reconciliation ends
+    with an error.
 
     Args:
         endpoint: Name of the endpoint.

@@ -270,10 +270,10 @@ def load_block(place: str) -> Block:
     """Load a block by type and name, such as `onnx-ops-registry/prod`.
 
     Raises:
-        UserError: there is no such block or no Prefect server, or the block's type is not installed
-            here.
-        ServiceUnavailableError: the block cannot be read, for example because Prefect's server does
-            not answer.
+        UserError: the block or a configured Prefect server is missing, or the block's type is not
+            installed here.
+        ServiceUnavailableError: the block cannot be read, for example because Prefect's server is
+            down.
     """
     where = f"prefect block {place}"
     try:

@@ -88,8 +88,8 @@ def with_events(context: Context) -> Context:
 def emit_run_events(context: Context, pipeline: Pipeline, summary: Summary) -> None:
     """Emit the new gate failures and the new release of a pipeline's run.
 
-    Events of cached results were emitted by an earlier run. Failures are logged. Without a
-    configured server, nothing is emitted.
+    Events of cached results were emitted by an earlier run. Failures are logged, also that no
+    server is configured.
     """
     events = tuple(run_events(pipeline, summary, context.clock.now()))
     if not events:
@@ -188,7 +188,7 @@ def post(events: Sequence[ReleaseEvent]) -> None:
     is down, and delays the end of the process. A ledger must not record unsent events as sent.
 
     Raises:
-        ServiceUnavailableError: the server does not answer, or does not accept them.
+        ServiceUnavailableError: the server does not answer, or refuses them.
         UserError: no server is configured.
     """
     import httpx

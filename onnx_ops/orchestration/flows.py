@@ -94,7 +94,7 @@ def final_state(summary: Summary, errors: Mapping[str, OnnxOpsError]) -> State[A
 def _choice_line(choice: Choice) -> str:
     if choice.variant is None:
         return f"{choice.target}: no release. {choice.reason}"
-    return f"{choice.target}: serves {choice.variant} ({choice.reason})"
+    return f"{choice.target}: {choice.variant} is chosen ({choice.reason})"
 
 
 def reconcile_as_task(reconcile_pass: ReconcilePass, endpoint: str, by: str) -> State[Any]:
@@ -112,7 +112,7 @@ def reconcile_as_task(reconcile_pass: ReconcilePass, endpoint: str, by: str) -> 
             return Failed(name="Refused", message=message)
         if why := reports[-1].registry_down:
             return Failed(
-                name="RegistryDown", message=f"{message}\nthe registry does not answer: {why}"
+                name="RegistryDown", message=f"{message}\nthe registry could not be read: {why}"
             )
         return Completed(message=message)
 

@@ -65,7 +65,7 @@ class PrefectNotifier(Notifier):
         """Return a text with the block's name.
 
         Raises:
-            UserError: there is no such block, or it is not a notification block.
+            UserError: the block does not exist, or is of another kind.
             ServiceUnavailableError: Prefect's server does not answer.
         """
         self._block()

@@ -359,7 +359,7 @@ class PoolWorker:
         return [entry.flow_run for entry in scheduled]
 
     def _take(self, client: SyncPrefectClient, run: FlowRun) -> None:
-        """Start a stage, unless another worker has taken it first."""
+        """Start a stage, unless another worker has taken it or it was cancelled."""
         result: Any = client.set_flow_run_state(
             run.id, Pending(name=CLAIMED, message=f"{TAKEN}{self.name}")
         )
@@ -389,8 +389,8 @@ class PoolWorker:
                 del self._ended[run_id]
                 continue
             if state is not None and state.is_cancelling():
-                # The process of the stage did not set the state. Either the stage had not begun, or
-                # the request failed.
+                # The process of the stage did not set the state. Possibly the stage had not begun,
+                # it ended before it detected the cancellation, or its request failed.
                 client.set_flow_run_state(
                     run_id,
                     Cancelled(message=f"the process of the stage ended with {how}"),
@@ -449,8 +449,7 @@ def _send_description(sending: Connection) -> None:
 def _import_for_forks() -> None:
     """Import what every flow run needs, before this process forks.
 
-    numpy is imported so that it starts no threads, since a process that forks must not have other
-    threads.
+    numpy is imported so that it starts no threads. A process that forks must have one thread only.
     """
     name = "OPENBLAS_NUM_THREADS"
     given = os.environ.get(name)

@@ -42,7 +42,10 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
 
 _LATE = timedelta(minutes=1)
-"""Maximum age of the last heartbeat of a worker that is late, not dead."""
+"""Maximum age of the last heartbeat of a worker that is late, not dead.
+
+It is also the maximum age of the last poll of a work queue that a worker serves.
+"""
 
 
 class _WorkerDied(Exception):
@@ -321,7 +324,7 @@ def _find_deployment(client: SyncPrefectClient, stage: PlacedStage) -> UUID:
     except ObjectNotFound as error:
         raise UserError(
             f"Prefect's server has no pool {stage.pool} for stages: "
-            f"there is no deployment {FLOW}/{stage.pool}",
+            f"deployment {FLOW}/{stage.pool} is missing",
             where=f"{stage.title} on {client.api_url}",
             remedy=f"Start a worker on a machine of that pool: onnx-ops work --pool {stage.pool}",
         ) from error

@@ -80,7 +80,7 @@ def run_rollout(
 def publish_rollout(context: Context, endpoint: str) -> None:
     """Publish `<endpoint>-rollout`: the steps, their reasons and the evidence.
 
-    Without a rollout, nothing is published.
+    The call has an effect only if the endpoint has had a rollout.
     """
     timeline = build_timeline(endpoint, context.ledger.read(endpoint))
     if timeline is None:

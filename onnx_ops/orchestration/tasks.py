@@ -104,7 +104,7 @@ class PrefectExecutor:
         )
         if attempt.manifest is None:
             raise attempt.error or AssertionError(
-                f"{stage.id} ended without a result and without an error"
+                f"{stage.id} ended without a result or an error"
             )
         return attempt.manifest
 

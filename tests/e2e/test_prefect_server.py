@@ -58,10 +58,10 @@ def first(site: PrefectSite) -> dict[str, Any]:
     return site.flow_run("pipeline/digits-mlp", no_cache=["train"])
 
 
-def test_pipeline_flow_run_completes_and_names_serving_variant(first: dict[str, Any]) -> None:
+def test_pipeline_flow_run_completes_and_names_chosen_variant(first: dict[str, Any]) -> None:
     assert (first["name"], first["state_type"]) == ("digits-mlp", "COMPLETED")
     message = first["state"]["message"]
-    assert any(f"cpu-1t: serves {variant} (" in message for variant in VARIANTS)
+    assert any(f"cpu-1t: {variant} is chosen (" in message for variant in VARIANTS)
 
 
 def test_pipeline_flow_run_has_task_run_for_each_stage(

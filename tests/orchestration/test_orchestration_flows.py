@@ -216,7 +216,7 @@ def test_model_commit_flow_runs_only_affected_pipelines(
     commit_all(repository)
     touched = end("model_commit", until="gate")
     assert touched.name == "WrongInput"
-    assert "configs/pipelines/brought.yaml: cpu-1t: serves fp32" in str(touched.message)
+    assert "configs/pipelines/brought.yaml: cpu-1t: fp32 is chosen" in str(touched.message)
     assert "configs/pipelines/wrong.yaml:" in str(touched.message)
     wanted = ArtifactFilter(
         key=ArtifactFilterKey(any_=["brought-progress", "brought-cpu-1t-variants"])
@@ -380,13 +380,13 @@ def test_final_state_without_release_is_failed(code: int, name: str) -> None:
     assert "the provider is missing" in state.message
 
 
-def test_final_state_with_release_names_serving_variant() -> None:
+def test_final_state_with_release_names_chosen_variant() -> None:
     from onnx_ops.orchestration.flows import final_state
 
     state = final_state(summary(SERVED, 0, awaiting=("cpu-1t",)), {})
     assert state.is_completed()
     assert state.message is not None
-    assert "cpu-1t: serves int8 (fastest that passed)" in state.message
+    assert "cpu-1t: int8 is chosen (fastest that passed)" in state.message
     assert "challenger-cpu-1t" in state.message
     assert "1 of 1 stages executed" in state.message
 
