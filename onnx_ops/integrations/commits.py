@@ -301,7 +301,7 @@ def lost_with_job(settings: Settings, pipeline: Pipeline, *, hosted: bool) -> st
         return ""
     remedy = (
         "To release from here, set tracking_uri and ledger to services in a profile of "
-        "onnx-ops.toml, name the profile in the variable ONNX_OPS_PROFILE, "
+        "onnx-ops.toml. Name the profile in the variable ONNX_OPS_PROFILE, "
         "and deploy to a provider that runs elsewhere."
         if hosted
         else "To release from here, set ONNX_OPS_STATE of this runner to a folder outside the "
@@ -338,8 +338,8 @@ def read_results(folder: Path, *, remedy: str) -> tuple[Checked, ...]:
 
     Raises:
         UserError: there are no results.
-        CorruptStateError: the results are not a plain file, are too large, do not match their
-            schema, or contradict themselves.
+        CorruptStateError: the results are not a plain file, are too large, or contradict their
+            schema or themselves.
     """
     where = str(folder / RESULTS)
     try:

@@ -1,7 +1,7 @@
 """GitHub action that runs the pipelines that a commit affects.
 
-Each step is a separate job. `evaluate` runs code of the repository without a token and without a
-key, and writes its results and reports into a folder. `release` and `publish` run no code of the
+Each step is a separate job. `evaluate` runs code of the repository without tokens and keys, and
+writes its results and reports into a folder. `release` and `publish` run no code of the
 repository: they read that folder as data. `release` signs, registers and deploys. `publish` writes
 the job summary, one comment on the pull request, and a check whose conclusion is the verdict. The
 commit and the pull request are read from the event of this job, never from the results. Names in
@@ -52,8 +52,7 @@ _CONCLUSIONS = {
 }
 """Conclusion of the GitHub check by verdict.
 
-ERROR is not a failure of a model: the commit could not be judged, and a person has to find the
-cause.
+ERROR does not mean that a model failed: the judgement failed, and a person has to find the cause.
 """
 
 _NONE = re.compile(r"0*")
@@ -71,8 +70,8 @@ class Event:
     """The event of a workflow.
 
     For a pull request, `commit` is its head, and `base` is the head of its base branch. Otherwise,
-    `base` is the branch's previous commit; it is empty for a new branch. `pull_request` is the
-    number of the pull request, or None.
+    `base` is the branch's previous commit; it is empty if the event has none, as for a new branch.
+    `pull_request` is the number of the pull request, or None.
     """
 
     commit: str
@@ -280,7 +279,7 @@ def _describe_failure(heading: str, error: OnnxOpsError) -> str:
 def _write_comment(repository: GitHubRepository, number: int, text: str, *, wanted: bool) -> None:
     """Write the comment of a pull request, or update it if it exists.
 
-    Without `wanted`, no new comment is written.
+    A new comment is written only if `wanted` is set.
     """
     body = {"body": f"{MARK}\n{text}"}
     for comment in repository.list_entries(f"issues/{number}/comments"):

@@ -71,8 +71,8 @@ Target URI: `onnx-ops` for the project around the current folder, \
 Config of create and update (-C name=value):
   target    a target that `onnx-ops targets` lists; required by create, unchanged by update
   provider  endpoint plugin; default local
-  reason    why, recorded in the ledger
-  others    options of the endpoint, as under `deploy: … options:` in a pipeline file, \
+  reason    why, recorded in a tag of the version
+  others    options of a new endpoint, as under `deploy: … options:` in a pipeline file, \
 e.g. port=8080
 
 A version is refused (PERMISSION_DENIED) unless it carries a passing, correctly signed decision \

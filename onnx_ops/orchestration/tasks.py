@@ -103,9 +103,7 @@ class PrefectExecutor:
             retry_if=lambda: isinstance(attempt.error, InfrastructureError),
         )
         if attempt.manifest is None:
-            raise attempt.error or AssertionError(
-                f"{stage.id} ended without a result or an error"
-            )
+            raise attempt.error or AssertionError(f"{stage.id} ended without a result or an error")
         return attempt.manifest
 
     def show(self, stage: Stage, outcome: StageOutcome, decide: Decide) -> None:

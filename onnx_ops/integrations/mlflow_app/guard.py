@@ -60,8 +60,8 @@ _REASON = re.compile(rf"{re.escape(OVERRIDE_TAG_PREFIX)}({NAME_PATTERN})")
 class Configuration:
     """Settings of the server's operator.
 
-    `keys` are the trusted keys, or None if no folder is configured. Without a `policy`, users are
-    not checked. `signer` signs overrides; if it is None, overrides are refused. `basic_auth` states
+    `keys` are the trusted keys, or None if no folder is configured. Users are checked only with a
+    `policy`. `signer` signs overrides; if it is None, overrides are refused. `basic_auth` states
     whether MLflow's basic-auth identifies users.
     """
 
@@ -292,7 +292,7 @@ class Guard:
         keys = self._configuration.keys
         if keys is None or not keys.keys():
             raise RefusedError(
-                "this server trusts no keys, so it cannot verify decisions",
+                "this server trusts no keys that could verify decisions",
                 remedy=f"Ask its operator to set {TRUSTED_KEYS} to a folder of public keys.",
             )
         try:
@@ -350,7 +350,7 @@ class Guard:
     ) -> None:
         """Sign the user's override before the tag with the reason is set.
 
-        Without that tag, the signed record has no effect.
+        The signed record has an effect only with that tag.
         """
         target = self._permit_override(user, key)
         signer, keys = self._configuration.signer, self._configuration.keys
@@ -390,7 +390,7 @@ class Guard:
         If a user deletes the tag, the tag with the signed record remains.
 
         Raises:
-            RefusedError: the user is not allowed to override, or the tag is not a reason tag.
+            RefusedError: the user is not allowed to override, or the tag is of another kind.
         """
         located = self._configuration.policy
         if located is None:

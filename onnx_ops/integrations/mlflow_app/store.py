@@ -55,7 +55,7 @@ class ServerStore:
         """Return the stored name of a model if onnx-ops registered any version of it.
 
         The query needs the stored spelling: MLflow compares names with case in a query, even if its
-        database ignores case. A name that does not match `_PLAIN` cannot be part of the query.
+        database ignores case. Only a name that matches `_PLAIN` can be part of the query.
         """
         stored = _unless_absent(lambda: _store().get_registered_model(model))
         name = "" if stored is None else str(stored.name)
