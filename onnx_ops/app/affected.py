@@ -77,12 +77,12 @@ def changed_since(root: Path, base: str) -> frozenset[str]:
     returned, except those that git ignores.
 
     Raises:
-        UserError: the project is not in a git repository, git is not installed, or `base` does not
+        UserError: the project is outside a git repository, git is missing, or `base` does not
             exist.
     """
     if not ask_git(root, "rev-parse", "--git-dir", may_fail=True):
         raise UserError(
-            "the folder is not in a git repository, or git is not installed",
+            "the folder is outside a git repository, or git is not installed",
             where=str(root),
             remedy="Install git, and run the command in a checkout of the project.",
         )

@@ -182,8 +182,7 @@ class AnalysisService:
         A rollout that was deleted because of its age is inconclusive.
 
         Raises:
-            NotFoundError: there is no such analysis, or the rollout was not started, or is
-                forgotten.
+            NotFoundError: the analysis is unknown, or the rollout was not started, or is forgotten.
         """
         self.get_settings(key.analysis)
         state = self._log.read(key)
@@ -198,8 +197,7 @@ class AnalysisService:
         """Record counts of a client, and return the verdict.
 
         Raises:
-            NotFoundError: there is no such analysis, or the rollout was not started, or is
-                forgotten.
+            NotFoundError: the analysis is unknown, or the rollout was not started, or is forgotten.
             RefusedError: the interval was sent with other counts, the time of the counts is in the
                 future, or counts of this analysis come from Prometheus.
         """
@@ -215,8 +213,8 @@ class AnalysisService:
     def open_traffic(self, result: AnalysisAnswer) -> bool:
         """Permit the canary's first traffic; return whether the permission applies.
 
-        The permission applies once for a rollout, if `result` is ready, the verdict is not `fail`,
-        and the canary has no request yet. The permission is repeated for `OPEN_S`.
+        The permission applies once for a rollout, if `result` is ready, and the canary has no
+        request yet. It never applies after the verdict `fail`. It is repeated for `OPEN_S`.
         """
         state, now = result.state, self._clock.now()
         has_traffic = any(each.canary.requests for each in state.intervals) or bool(

@@ -108,8 +108,8 @@ def measure_again(
 ) -> RecheckResult:
     """Measure a champion; repeat the measurement if the champion fails.
 
-    A champion can fail one measurement by chance. No result of its pipeline and no release is
-    changed. If the measurement raises an error, the result has the verdict ERROR.
+    A champion can fail one measurement by chance. The results of its pipeline, and its releases,
+    stay unchanged. If the measurement raises an error, the result has the verdict ERROR.
     """
     basis = champion.basis
     if isinstance(basis, OnnxOpsError):

@@ -159,9 +159,9 @@ class Following:
     def see_beat(self, beat: int, now: float) -> None:
         """Record the beat, a number that changes with each analysis of the rollout.
 
-        If the store did not answer for `LEASE_S`, a rollback may have been requested that is not
-        yet in a table. After such a gap, the candidate therefore gets no traffic until a later call
-        has another beat.
+        If the store did not answer for `LEASE_S`, the known tables may lack a rollback that was
+        requested meanwhile. After such a gap, the candidate therefore gets no traffic until a later
+        call has another beat.
         """
         if now - self._heard_at > LEASE_S:
             self._is_confirmed = False

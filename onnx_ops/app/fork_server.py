@@ -287,6 +287,6 @@ def _adopt(path: list[str]) -> None:
 FORK_SERVER = ForkServer()
 """The fork server of this process.
 
-A process that starts threads and forks afterwards, such as a pool's worker, must start this server
-before it starts threads.
+A process that forks, such as a pool's worker, starts this server first, so that its forks share the
+server.
 """

@@ -2,7 +2,7 @@
 
 The first job trains, exports and measures without a signing key, and writes its results to a
 folder. The second job reads the results, checks that they belong to its own pipeline file, and
-signs, registers and deploys. It runs no code of the user, so this code cannot read a signing key.
+signs, registers and deploys. It runs no code of the user, which could read a signing key.
 """
 
 from __future__ import annotations
@@ -138,8 +138,8 @@ def read_evaluation(folder: Path, commit: str, store: Store) -> Evaluation:
 
     Raises:
         UserError: there is no evaluation.
-        CorruptStateError: `evaluation.json` is not a regular file, is too large, does not match its
-            schema, or is inconsistent; or the digest of another file is not the file's name.
+        CorruptStateError: `evaluation.json` is not a regular file, is too large, contradicts its
+            schema, or is inconsistent. Or the digest of another file differs from the file's name.
         RefusedError: the evaluation was made from another commit.
     """
     where = str(folder / _FILE)

@@ -62,7 +62,7 @@ class StageHandler:
     abandon: str = ""
     """Reason for leaving deployments at an endpoint's former provider or location.
 
-    Without a reason, an endpoint with such deployments cannot be changed.
+    An endpoint with such deployments can be changed only with a reason.
     """
     claims: Path | None = None
     """Folder of the locks of running stages; None if stages need no locks."""
@@ -260,7 +260,7 @@ def was_compared(context: Context, model: str, evidence: Evidence) -> bool:
     This is so if the release was compared with the version that serves its target now, or if no
     version serves the target. It is also so if a version of the release serves the target, or was
     promoted at an endpoint before. Without an endpoint, the champion in the registry is treated as
-    the serving version.
+    the serving version if onnx-ops registered it.
 
     Raises:
         InfrastructureError: the ledger or the registry does not answer.

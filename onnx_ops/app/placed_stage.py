@@ -96,7 +96,7 @@ def _require_same_release(stage: Stage) -> None:
     if revision != REVISIONS[stage.kind]:
         differs["revision of the stage"] = (REVISIONS[stage.kind], revision)
     # Scores and benchmarks permit other versions, since their results record the runtime and the
-    # machine of the worker.
+    # machine of the worker. An isolated tool has the packages of a separate environment.
     if stage.kind not in MEASURED and not is_isolated(stage):
         local = {name: plugins.version(name) for name in stage.tools if name != "python"}
         local |= (

@@ -1,7 +1,7 @@
 """Checks before a run: the data, model and code of a pipeline, and this machine.
 
-Nothing is trained, no code of the project is run, nothing is unpickled, and no network is used.
-Each check applies the same rule as the stage that would fail.
+The checks neither train models, run code of the project, unpickle files nor use the network. Each
+check applies the same rule as the stage that would fail.
 """
 
 from __future__ import annotations
@@ -433,7 +433,7 @@ class Preflight:
     def _note_new_labels(self) -> None:
         """Add a note on classes that occur in scored data but not in training data.
 
-        There is no note if some rows of the other data sets were not read.
+        The note requires that all rows of the other data sets were read.
         """
         import numpy as np
 

@@ -302,8 +302,8 @@ def prepare(
     """Check a pipeline file and plan its stages.
 
     Args:
-        offline: whether the plan is only shown. A remote model without a pin is then not requested,
-            and is treated as changed.
+        offline: whether the plan is only shown. An unpinned remote model is then not requested, and
+            is treated as changed.
     """
     from onnx_ops.pipeline import plan
     from onnx_ops.pipeline.probe import OfflineProbe, ProjectProbe, needs_request
@@ -338,11 +338,11 @@ def prepare_release(
 ) -> PreparedPipeline:
     """Plan the gates and the release of a pipeline that was evaluated elsewhere.
 
-    The evaluation is read from a folder. No code of the user is imported, and no data is read.
+    The evaluation is read from a folder. Neither code of the user nor data is loaded.
 
     Raises:
         ConfigError: the file has problems.
-        UserError: the file cannot be read, or there is no evaluation in the folder.
+        UserError: the file cannot be read, or the folder lacks an evaluation.
         CorruptStateError: a file of the evaluation is damaged.
         RefusedError: the evaluation belongs to another commit or pipeline file, or a measurement is
             that of another variant, target or file.

@@ -207,7 +207,7 @@ _CHOICES, _EVIDENCE = "choices.json", "evidence/"
 _COMMITS = 100
 """Maximum number of commits of the base branch to search for a record.
 
-Most commits change no model, so there is no measurement for them.
+Only commits that change a model are measured, and these are few.
 """
 
 _SHARED = 20
@@ -285,8 +285,8 @@ def read_base_branch(environ: Mapping[str, str]) -> str:
 def record_commit(root: Path, store: Store, summary: Summary) -> None:
     """Record choices and evidence of a run under the checked-out commit.
 
-    Later comparisons use the record. Nothing is recorded without choices, outside a repository, or
-    if tracked files differ from the commit.
+    Later comparisons use the record. Nothing is recorded if choices are missing, outside a
+    repository, or if tracked files differ from the commit.
     """
     commit = resolve_commit(root, "HEAD")
     if not summary.choices or not commit or _is_changed(root):

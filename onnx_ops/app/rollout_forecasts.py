@@ -46,10 +46,10 @@ def forecast_named(project: Project, name: str, request: ForecastRequest) -> lis
     """Return the forecasts of an endpoint, or of each endpoint of a pipeline file.
 
     Raises:
-        NotFoundError: no endpoint and no file has this name, or an endpoint whose traffic must be
-            measured does not exist yet.
+        NotFoundError: neither an endpoint nor a file has this name, or the traffic of a future
+            endpoint must be measured.
         UserError: the pipeline file has problems or deploys to no endpoint, or a number of the
-            request is not valid. Or the measured endpoint serves no version or got no requests.
+            request is invalid. Or the measured endpoint lacks a version or requests.
         ServiceUnavailableError: the metrics source does not answer, or its counts restarted.
     """
     file = Path(name)
@@ -125,7 +125,7 @@ def _forecast_entry(project: Project, entry: Deploy, request: ForecastRequest) -
         return _forecast(project, entry.endpoint, entry.rollout, find_cadence, request)
     except NotFoundError as error:
         raise NotFoundError(
-            "the endpoint does not exist yet, so its traffic cannot be measured",
+            "the endpoint does not exist yet, so its traffic is unknown",
             where=entry.endpoint,
             remedy="Give the expected traffic: --rate 5/s.",
         ) from error
