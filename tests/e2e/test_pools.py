@@ -133,7 +133,7 @@ def test_run_with_unfit_pool_machine_reports_error_verdict(site: PrefectSite) ->
 
 def test_run_with_missing_pool_names_command_to_create_it(site: PrefectSite) -> None:
     done = site.project.process(*command('benchmark.targets=["board-b"]'), environ=site.client)
-    assert "there is no deployment work/nobody" in done.stdout + done.stderr
+    assert "deployment work/nobody is missing" in done.stdout + done.stderr
     assert "onnx-ops work --pool nobody" in done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
 
