@@ -207,7 +207,7 @@ _CHOICES, _EVIDENCE = "choices.json", "evidence/"
 _COMMITS = 100
 """Maximum number of commits of the base branch to search for a record.
 
-Only commits that change a model are measured, and these are few.
+Most commits change no model, and are usually left unmeasured.
 """
 
 _SHARED = 20

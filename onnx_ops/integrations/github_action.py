@@ -165,7 +165,7 @@ def run(
     """
     root = open_project().settings.root
     # After a force push, the event's previous commit is not in the checkout. The first push of a
-    # branch has no previous commit. In both cases, the parent of HEAD is used.
+    # branch has no previous commit. In both cases, the parent of HEAD is used if it is known.
     base = since or next(
         (name for name in (event.base, "HEAD~1") if name and resolve_commit(root, name)), ""
     )

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _LATE = timedelta(minutes=1)
 """Maximum age of the last heartbeat of a worker that is late, not dead.
 
-It is also the maximum age of the last poll of a work queue that a worker serves.
+It is also the maximum age of a work queue's last poll if a worker takes its stages.
 """
 
 

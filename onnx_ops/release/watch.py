@@ -161,8 +161,8 @@ class WatchLoop:
     def reconcile_all(self) -> None:
         """Run one pass over all endpoints.
 
-        The registry is read at most once per pass. While the registry is down, some passes do not
-        read it.
+        The registry is read at most once per pass to find due changes. While the registry is down,
+        some passes do not read it.
         """
         names = self._list_endpoints()
         if names and self._registry_backoff.is_due():
