@@ -206,8 +206,8 @@ def promote(
 ) -> PromotionResult:
     """Make a version the challenger of a target.
 
-    If no endpoint is bound to the model and target or expected, the version becomes the champion
-    immediately. If all bound endpoints serve the version already, no alias is set.
+    If no endpoint is bound to the model and target, or is expected, the version becomes the
+    champion immediately. If all bound endpoints serve the version already, no alias is set.
 
     Args:
         reason: recorded in a tag of the version, unless it serves already. An override requires the

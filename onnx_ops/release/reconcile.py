@@ -498,8 +498,8 @@ class MetricsSnapshot:
     """The counts of a rollout up to now, with those of `reading`.
 
     `observations` is None outside an analyzed rollout, or if the metrics source does not answer.
-    `reading` is None if the source has no new counts. `failure` is the reason why counts
-    are missing.
+    `reading` is None if the source has no new counts. `failure` is the reason why counts are
+    missing.
     """
 
     observations: Observations | None

@@ -148,9 +148,9 @@ def roll_back_each(
         Results and errors by endpoint. NotFoundError: the endpoint does not exist, or lacks version
         `to` or a previous version. RefusedError: the goal version was itself rolled back before,
         or the endpoint is being deleted. StillPendingError: the rollback was requested, and is not
-        complete yet. UserError: with `candidate_only`, no rollout is in progress or was rolled back
-        last. MissingKeyError: no key on this machine can sign the request, which
-        does more than return traffic to a granted version. CorruptStateError: the ledger is
+        complete yet. UserError: with `candidate_only`, neither is a rollout in progress, nor was
+        the last one rolled back. MissingKeyError: no key on this machine can sign the request,
+        which does more than return traffic to a granted version. CorruptStateError: the ledger is
         damaged.
     """
 
