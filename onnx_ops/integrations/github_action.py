@@ -104,6 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "for `release`",
     )
     options = parser.parse_args(arguments)
+    if (options.step == "release") != (options.evaluated is not None):
+        parser.error("`release` requires --evaluated, and the other steps refuse it")
     try:
         event = read_event(os.environ)
         if options.step == "publish":

@@ -6,6 +6,8 @@ The records are heartbeats, descriptions of workers, and states of runs.
 from __future__ import annotations
 
 import contextlib
+import itertools
+from collections.abc import Iterator
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
@@ -52,13 +54,22 @@ def read_announcements(client: SyncPrefectClient) -> dict[str, WorkerStatus]:
 
     Descriptions of dead workers are included.
     """
-    wanted = {"variables": {"tags": {"all_": [ANNOUNCEMENT]}}, "limit": PAGE_SIZE}
     described = dict[str, WorkerStatus]()
-    for variable in client.request("POST", "/variables/filter", json=wanted).json():
+    for variable in _list_variables(client):
         # Workers of other releases can write another format.
         with contextlib.suppress(CorruptStateError):
             described[variable["name"]] = codec.from_json(variable["value"], WorkerStatus)
     return described
+
+
+def _list_variables(client: SyncPrefectClient) -> Iterator[dict[str, Any]]:
+    """Yield the variables that workers have published, by name."""
+    wanted = {"variables": {"tags": {"all_": [ANNOUNCEMENT]}}, "limit": PAGE_SIZE}
+    for offset in itertools.count(step=PAGE_SIZE):
+        page = client.request("POST", "/variables/filter", json=wanted | {"offset": offset}).json()
+        yield from page
+        if len(page) < PAGE_SIZE:
+            return
 
 
 def list_alive(client: SyncPrefectClient, pool: str, now: datetime) -> list[str]:

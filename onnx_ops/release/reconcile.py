@@ -486,11 +486,14 @@ def _resume_rollback(journal: Journal, pending: PendingRollback) -> StepReport:
 def _resume_action(journal: Journal, intent: Intent) -> StepReport:
     """Complete an action whose process died, or whose lease has expired."""
     performed = _perform(journal, intent.action, intent.selected)
-    did, why = (
-        performed.kind.value,
-        f"continued the action that {intent.holder} began: {performed.why}",
+    # If an alarm reversed the action, the rollback is new.
+    continued = f"continued the action that {intent.holder} began: "
+    return StepReport(
+        endpoint=journal.state.endpoint,
+        did=performed.kind.value,
+        why=(continued if performed is intent.action else "") + performed.why,
+        stable=False,
     )
-    return StepReport(endpoint=journal.state.endpoint, did=did, why=why, stable=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

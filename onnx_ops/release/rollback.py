@@ -59,6 +59,8 @@ OBSERVE_TIMEOUT_S = 2.0
 If the endpoint does not answer in this time, the rollback is requested again.
 """
 _POLL_INTERVAL_S = 0.1
+NOTHING = "nothing"
+"""Name in results where no version is moved from or to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -471,12 +473,12 @@ _RETRY = "`onnx-ops reconcile`, also with `--watch`, retries the rollback. "
 
 
 def _still_pending(result: RollbackResult, why: str, retry: str = _RETRY) -> StillPendingError:
+    rejected = "" if result.moved_from == NOTHING else f"{result.moved_from} is already rejected. "
     return StillPendingError(
         f"accepted, still pending: all traffic to {result.moved_to}",
         where=result.endpoint,
         why=why,
-        remedy=f"{retry}{result.moved_from} is already rejected. "
-        "Withdraw the rollback with "
+        remedy=f"{retry}{rejected}Withdraw the rollback with "
         f'`onnx-ops rollback --withdraw {result.endpoint} --reason "…"`.',
     )
 
@@ -485,7 +487,7 @@ def _build_result(state: ReleaseState, action: Action) -> RollbackResult:
     idle = [name for name, weight in action.state.split.weights.items() if not weight]
     return RollbackResult(
         endpoint=state.endpoint,
-        moved_from=idle[0] if idle else "nothing",
+        moved_from=idle[0] if idle else NOTHING,
         moved_to=_format_name(action.roles.stable),
         reason=action.why,
         pending_aliases=tuple(sorted(state.pending_aliases)),
@@ -614,4 +616,4 @@ def _list_versions(versions: Iterable[str]) -> str:
 
 
 def _format_name(deployment: Deployment | None) -> str:
-    return deployment.name if deployment is not None else "nothing"
+    return deployment.name if deployment is not None else NOTHING

@@ -159,6 +159,18 @@ def runner(tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         yield made
 
 
+@pytest.mark.parametrize(
+    "arguments", [["release"], ["evaluate", "--evaluated", "x"], ["publish", "--evaluated", "x"]]
+)
+def test_action_with_folder_of_another_step_is_refused(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main([*arguments, "--folder", "out"])
+    assert refused.value.code == 2
+    assert "`release` requires --evaluated" in capsys.readouterr().err
+
+
 def test_action_for_changed_pipeline_code_judges_it_and_keeps_one_comment(runner: Runner) -> None:
     runner.propose({"code/rounds.py": "ROUNDS = 300\n"})
     assert runner.judge() == (0, 0)
@@ -372,7 +384,8 @@ def test_failed_step_names_itself_in_summary(
     runner: Runner, monkeypatch: pytest.MonkeyPatch, step: str, verb: str
 ) -> None:
     monkeypatch.delenv("GITHUB_EVENT_PATH", raising=False)
-    assert runner.step(step) == 2
+    folders = ["--evaluated", "evaluated"] if step == "release" else []
+    assert runner.step(step, *folders) == 2
     assert f"## onnx-ops: the commit could not be {verb}\n" in runner.summary()
 
 

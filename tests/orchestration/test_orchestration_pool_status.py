@@ -172,6 +172,19 @@ def test_worker_announcement_describes_its_machine(pool: str, client: SyncPrefec
     assert worker.machine.cores == len(os.sched_getaffinity(0))
 
 
+def test_read_announcements_of_several_pages_returns_all_workers(
+    pool: str, client: SyncPrefectClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from onnx_ops.orchestration import pool_records
+
+    names = {"one", "two", "three"}
+    for name in names:
+        start_worker(client, pool, name)
+    monkeypatch.setattr(pool_records, "PAGE_SIZE", 2)
+    found = pool_records.read_announcements(client).values()
+    assert {worker.name for worker in found if worker.pool == pool} == names
+
+
 def test_announcement_of_removed_worker_is_deleted_by_next_worker(
     pool: str, client: SyncPrefectClient
 ) -> None:

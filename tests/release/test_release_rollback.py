@@ -342,6 +342,14 @@ def test_roll_back_without_observed_effect_raises_still_pending_error(scene: Sce
     assert scene.traffic() == {"v2": 100}
 
 
+def test_pending_roll_back_to_stable_version_names_no_rejected_version(scene: Scene) -> None:
+    scene.world.provider.down = True
+    with pytest.raises(StillPendingError) as caught:
+        scene.roll_back(to="v3")
+    assert "rejected" not in caught.value.remedy
+    assert "Withdraw the rollback" in caught.value.remedy
+
+
 def test_roll_back_with_lost_model_files_downloads_them_again(scene: Scene) -> None:
     provider, roll_back = scene.world.provider, scene.world.provider.roll_back
     manifest = scene.state().known["2"].manifest

@@ -578,7 +578,9 @@ def test_rollback_by_provider_alarm_rejects_version(
         with pytest.raises(KeyboardInterrupt):
             scene.reconcile()
         scene.restart()
-    assert scene.reconcile()[0].did in ("rollback", "abort")
+    report = scene.reconcile()[0]
+    assert report.did in ("rollback", "abort")
+    assert report.why == "digits: the alarm fired"
     assert applied == 1 + left_open
     state = scene.state()
     assert (state.pending_rollback, state.open_intent, state.roles.candidate) == (None, None, None)
