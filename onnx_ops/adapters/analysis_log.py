@@ -11,8 +11,8 @@ A rollout is deleted in three steps, each of which can be repeated by any instan
 2. A checkpoint with that entry is written, and the entries before that entry are deleted. The
    numbers continue: an instance with an earlier state finds that entry by its number.
 3. When that entry is older than `keep`, at least a day, it and the checkpoint are deleted too. By
-   then, no instance has a state of the ended attempt in memory, so all instances start again at
-   number 1.
+   then, no instance uses a state of the ended attempt from memory, so all instances start again
+   at number 1.
 """
 
 from __future__ import annotations
@@ -195,8 +195,8 @@ class AnalysisLog:
 
         An attempt is ended with the reason `why` if its last entry is older than `keep_s` and than
         the attempt's `max_duration`. Its earlier entries are then deleted immediately. The earlier
-        entries of an attempt that a client ended are deleted a day later. A call after another
-        `keep_s` deletes the remaining objects.
+        entries of an attempt that a client ended are deleted a day later. When the last entry of an
+        ended attempt is older than `keep_s`, a call deletes the remaining objects.
 
         Raises:
             ConflictError: another instance appended an entry.

@@ -123,7 +123,7 @@ def make_clients(access: AwsAccess, *, where: str = "") -> Clients:
 
     Raises:
         MissingPackageError: boto3 is not installed.
-        UserError: the profile does not exist, or no region is set.
+        UserError: the profile does not exist, or the region is missing.
     """
     require("boto3", where=where or "AWS")
     import boto3

@@ -209,7 +209,7 @@ def fetch_token(service: str = "", api_timeout_s: float = API_TIMEOUT_S) -> str:
     The default service is Azure Resource Manager.
 
     Raises:
-        RefusedError: no credentials are configured, or Azure does not accept them.
+        RefusedError: credentials are missing, or Azure does not accept them.
         ServiceUnavailableError: the token service does not answer, or the SDK reports another
             error.
         MissingPackageError: a package of the extra `azure` is not installed.
@@ -261,7 +261,7 @@ def request_resource(
 
     Raises:
         ServiceUnavailableError: the service does not answer or requests a later retry, or a proxy
-            or login page answers without JSON.
+            or login page answers in another format than JSON.
         RefusedError: there are no credentials, or the answer is a redirect or has another error
             status.
         UserError: the address of Azure Resource Manager does not use https.

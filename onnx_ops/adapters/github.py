@@ -36,9 +36,9 @@ class GitHubRepository:
         """Yield the entries of a paginated API result, up to one thousand.
 
         Raises:
-            ServiceUnavailableError: GitHub does not answer, or not with a list.
+            ServiceUnavailableError: GitHub does not answer with a list.
             RefusedError: GitHub refuses the request.
-            UserError: the address in GITHUB_API_URL is not valid, or does not use https.
+            UserError: the address in GITHUB_API_URL is not a valid https address.
         """
         joined = "&" if "?" in path else "?"
         for page in range(1, 11):

@@ -30,8 +30,8 @@ def require_https(url: str, what: str) -> str:
     """Return the host of an address to which requests can be sent.
 
     Raises:
-        UserError: the address is not valid, or does not use https (http is allowed on this
-            machine). The error does not show the address, which can be a secret.
+        UserError: the address is not a valid https address (http is allowed on this machine). The
+            error does not show the address, which can be a secret.
     """
     try:
         parts = urlsplit(url)

@@ -52,7 +52,8 @@ A server that is further behind, for example because of its clock, does not dela
 class ServerMetrics(MetricsSource):
     """Metrics source that combines the counts of all servers of an endpoint.
 
-    `counts` requests the counts from the servers, with counts by user if its request is not None.
+    `counts` requests the counts from the servers. If it gets a `UserCountsRequest`, these include
+    counts by user.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class ServerMetrics(MetricsSource):
         reading also contains the closed epochs and the open epoch.
 
         Raises:
-            ServiceUnavailableError: the counts cannot be read, or are not valid.
+            ServiceUnavailableError: the counts cannot be read, or are invalid.
         """
         watched = _Watch.from_thresholds(deployments)
         limits_s = {
@@ -263,9 +264,10 @@ class _Watch:
         }
 
     def add_epochs(self, counts: Sequence[Counts]) -> Iterable[EpochUnits]:
-        """Yield the units of the epochs that all servers have closed.
+        """Yield the units of the closed epochs.
 
-        A server that is more than `_MAX_LAG` epochs behind the median server is not waited for.
+        Each server that reports closed epochs must have closed an epoch. A server that is more than
+        `_MAX_LAG` epochs behind the median server is not waited for.
 
         In an epoch, every server assigns a cell to the same version. The servers' counts of a cell
         are therefore added to one unit. If a follower replaced another follower of a server, both

@@ -374,7 +374,7 @@ class ModelFolders:
 
     @storage_errors()
     def forget(self, manifest: Digest) -> None:
-        """Delete a folder; no error if it does not exist."""
+        """Delete a folder, if it exists."""
         folder = self._folder(manifest)
         if folder.is_dir():
             # The folder is renamed first, so that a partly deleted folder is never used.

@@ -399,7 +399,7 @@ class TestWithoutKey:
         serving.provider.sign_with(lambda: None)
         with pytest.raises(MissingKeyError, match="signing is off"):
             serving.apply(3, blue=50, green=50)
-        with pytest.raises(MissingKeyError, match="no signed table serves the version") as raised:
+        with pytest.raises(MissingKeyError, match="needs a signed table of its version") as raised:
             serving.provider.roll_back(
                 serving.config, serving.state(green=100, blue=0), generation=3
             )

@@ -139,7 +139,7 @@ class AzureDeploymentEndpoints(CloudEndpoints):
             return None
 
     def require_changeable(self, config: EndpointConfig) -> None:
-        """Raise an error if Azure does not answer, or this project is not the owner."""
+        """Raise an error unless Azure answers and this project is the owner."""
         self._connect(config).read()
 
     def preview(
@@ -311,14 +311,14 @@ def _find_unused_deployments(names: Iterable[str], used: Set[str]) -> Iterator[O
     """Yield each of onnx-ops' deployments that is not in `used`."""
     for name in sorted(names):
         if name not in used:
-            why = "it has no traffic, and the endpoint's state does not contain it"
+            why = "it has no traffic, and the endpoint's state lacks it"
             yield OrphanedResource(kind="deployment", name=name, why=why, paid=True)
 
 
 def _find_unused_models(
     manifests: Mapping[str, str], own_tags: Mapping[str, Mapping[str, str]], needed: Set[Digest]
 ) -> Iterator[OrphanedResource]:
-    """Yield the stored models that no deployment serves and `needed` does not list.
+    """Yield the stored models that neither a deployment serves nor `needed` lists.
 
     `manifests` are the manifest digests of stored models by name; empty for incomplete uploads.
     `own_tags` are the tags of the deployments that onnx-ops created, by name.

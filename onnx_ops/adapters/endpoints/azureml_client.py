@@ -98,8 +98,8 @@ class RetryPolicy:
 
     `operation_s` limits an operation (a new deployment takes 5 to 20 minutes). `answer_s` limits
     the retries of a failing service, and `lag_s` the time until a read shows a write. Pauses
-    between attempts grow from `pause_s` to `longest_s`. An endpoint that this machine has not
-    changed is treated as missing if `confirmations` reads do not find it.
+    between attempts grow from `pause_s` to `longest_s`. An endpoint for which this machine stores
+    no generation is treated as missing after `confirmations` reads fail to find it.
     """
 
     operation_s: float = 2700.0
@@ -192,7 +192,7 @@ class AzureClient:
         except RefusedError as error:
             match = _REFUSAL.match(error.why)
             if match is None:
-                # If the token could not be obtained, the error has no HTTP status.
+                # An error about a missing token has no HTTP status.
                 error.where = error.where or self.owner
                 raise
             status, why = int(match[1]), error.why

@@ -107,7 +107,7 @@ class AzureDeployments:
             RefusedError: the deployment exists, but this endpoint does not own it.
             NotFoundError, DigestMismatchError: files of the model are missing, or do not match its
                 manifest.
-            InfrastructureError: Azure could not create the deployment, or could not change the
+            InfrastructureError: Azure could not create the deployment, or failed to change the
                 instances of a deployment with traffic.
             ServiceUnavailableError: Azure did not finish the change in time.
         """

@@ -133,14 +133,14 @@ def _matches(action: str, patterns: Sequence[str]) -> bool:
 def _check_image(options: AzureOptions, registries: list[str]) -> Finding:
     """Check the image's registry; add its resource id to `registries` if it is found.
 
-    Only registries of Azure in the endpoint's subscription can be found. Azure Resource Manager
-    does not list tags of images, so the tag is not checked.
+    Only registries of Azure in the endpoint's subscription can be found. The tag is not checked,
+    since tags of images are missing from the answers of Azure Resource Manager.
     """
     host = options.image.partition("/")[0]
     if not host.endswith(_REGISTRY_SUFFIX):
         found = (
-            f"{host} does not end in {_REGISTRY_SUFFIX}, so this check does not cover the "
-            "permission to pull from it"
+            f"{host} is not checked: the permission to pull is checked only for hosts that end "
+            f"in {_REGISTRY_SUFFIX}"
         )
         return True, found, ""
     path = (

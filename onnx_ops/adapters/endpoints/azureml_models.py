@@ -55,8 +55,8 @@ class AzureModels:
     def stored(self) -> dict[str, str]:
         """Return the manifest digest of each model folder in the datastore.
 
-        The digest is empty for an incomplete upload. With `traffic: table`, the result is empty:
-        no model is in the datastore, and the identity needs no permission on it.
+        The digest is empty for an incomplete upload. With `traffic: table`, models are not in the
+        datastore. The result is then empty, and the identity needs no permission on the datastore.
         """
         if self._options.is_table:
             return {}
@@ -134,8 +134,8 @@ class AzureModels:
         The model is named by its content. A missing model is copied from the workspace.
 
         Raises:
-            NotFoundError: the registry does not exist, the identity cannot read it, or files of the
-                model are missing.
+            NotFoundError: the registry or files of the model are missing, or the identity cannot
+                read the registry.
             DigestMismatchError: the files do not match the manifest of the model.
             RefusedError: the registry contains a model of that name with another manifest.
             ServiceUnavailableError: the copy does not appear in the registry in time.

@@ -91,7 +91,7 @@ class SentGeneration:
 def _is_current(tags: Mapping[str, str], sent: int | None) -> bool:
     """Return whether an endpoint's tags show the sent generation or a later one.
 
-    The result is also True if this machine has sent none, or the endpoint has no owner tag.
+    The result is also True if this machine has sent none, or the owner tag is missing.
     """
     # onnx-ops creates an endpoint together with its owner tag. If the tag is missing, another tool
     # has created the endpoint or changed its tags, so the read counts as current.
@@ -206,7 +206,7 @@ class AzureEndpoint:
                 Azure stays busy.
             GoneError: the endpoint or one of the deployments does not exist.
             RefusedError: this project does not own the endpoint.
-            InfrastructureError: Azure could not complete the change, or not in time.
+            InfrastructureError: the change failed in Azure, or was not completed in time.
         """
 
         def step() -> bool | None:
@@ -231,7 +231,7 @@ class AzureEndpoint:
 
         Raises:
             ConflictError: a later generation was applied, or another state of this generation.
-            InfrastructureError: Azure accepted the change, but could not complete it, or does not
+            InfrastructureError: Azure accepted the change, but failed to complete it, or does not
                 answer later reads.
         """
         with self._sent.lock():
@@ -281,7 +281,7 @@ class AzureEndpoint:
             self.models.delete(name)
 
     def _ensure_exists(self, plan: TrafficPlan) -> None:
-        """Create the endpoint without traffic if it is missing, or was not fully created."""
+        """Create the endpoint without traffic if it is missing or incomplete."""
         from azure.ai.ml.entities import (
             IdentityConfiguration,
             ManagedIdentityConfiguration,

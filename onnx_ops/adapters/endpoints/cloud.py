@@ -48,8 +48,9 @@ _DOWNLOADED = (
 class CloudEndpoints(EndpointProvider):
     """Base of the providers that run the image of onnx-ops in containers of a cloud.
 
-    The containers verify signatures with the public keys in the folder `trusted`. Without this
-    folder, they load any model with `traffic: native`, and are not created with `traffic: table`.
+    The containers verify signatures with the public keys in the folder `trusted`. If no key is
+    trusted, containers with `traffic: native` load any model. The creation of containers with
+    `traffic: table` then fails.
     """
 
     metrics_plugin: ClassVar[str]

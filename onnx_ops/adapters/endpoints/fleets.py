@@ -176,7 +176,7 @@ class FleetEndpoints(ReplicaEndpoints):
     def roll_back(self, config: EndpointConfig, state: EndpointState, *, generation: int) -> None:
         """Publish the table of a rollback, and create the fleet if none serves.
 
-        Without a fleet, no later observation could show the rollback. The cloud gets a request only
+        A later observation shows the rollback only if a fleet serves. The cloud gets a request only
         if no instance reports.
         """
         super().roll_back(config, state, generation=generation)
@@ -211,8 +211,8 @@ class FleetEndpoints(ReplicaEndpoints):
         """Bring the fleet to its options; the cloud replaces instances without an outage.
 
         Raises:
-            InfrastructureError: an alarm reverted the change. The served versions are not the
-                cause, so no release is rejected.
+            InfrastructureError: an alarm reverted the change. The served versions stay the same, so
+                no release is rejected.
         """
         fleet = build_fleet_state(config, self.read_options(config))
         try:

@@ -130,14 +130,14 @@ class LocalEndpoints(EndpointProvider):
         """Return the running server's counts; also by user, if requested.
 
         Raises:
-            ServiceUnavailableError: the server does not run, or does not answer.
+            ServiceUnavailableError: the server does not run or answer.
             OnnxOpsError: the error of the server, if it refuses the request.
         """
         server = self._server(config)
         record = server.record()
         if record is None:
             raise ServiceUnavailableError(
-                "the endpoint's server does not run, or is not ready", where=config.endpoint
+                "the endpoint's server does not run, or is still starting", where=config.endpoint
             )
         method, body = ("GET", None) if request is None else ("POST", codec.dumps(request))
         status, answer = server.request(
@@ -175,7 +175,7 @@ class LocalEndpoints(EndpointProvider):
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         """Return the server's state, and its drift from its options.
 
-        The result is None if the server does not answer, has no state, or reports a failed
+        The result is None if the server does not answer, lacks a state, or reports a failed
         deployment.
         """
         server = self._server(config)
@@ -253,7 +253,7 @@ class LocalEndpoints(EndpointProvider):
         """Start the server if needed, publish the state, and wait until it is served.
 
         Raises:
-            ServiceUnavailableError: the server cannot be started, or does not answer.
+            ServiceUnavailableError: the server fails to start, or does not answer.
             MissingPackageError: a package of the server is not installed.
             ConflictError: another process is changing the endpoint.
             OnnxOpsError: the error of the server, if it refuses the state.
@@ -282,7 +282,7 @@ class LocalEndpoints(EndpointProvider):
         are replaced when the new workers are ready; others are killed first.
 
         Raises:
-            ServiceUnavailableError: the server cannot be started, or does not answer.
+            ServiceUnavailableError: the server fails to start, or does not answer.
             MissingPackageError: a package of the server is not installed.
             ConflictError: another process is changing the endpoint.
             OnnxOpsError: the error of the server, if it refuses the state.
@@ -364,8 +364,8 @@ class LocalEndpoints(EndpointProvider):
         A server with other options is started again.
 
         Raises:
-            ServiceUnavailableError: no port is free, another program uses the port, or the server
-                does not become ready.
+            ServiceUnavailableError: all ports are in use, another program uses the port, or the
+                server does not become ready.
             MissingPackageError: a package of the server is not installed.
             RefusedError: other users can read the admin token.
         """
@@ -460,7 +460,7 @@ def _check_files(options: LocalOptions) -> Iterator[tuple[str, str]]:
                 key,
                 (
                     f"'{name[:80]}' must end with {ending}, consist of at most 100 of "
-                    f"A-Z a-z 0-9 _ . -, not begin with a dot, and not be {LOG_FILE}"
+                    f"A-Z a-z 0-9 _ . -, and must neither begin with a dot nor be {LOG_FILE}"
                 ),
             )
 

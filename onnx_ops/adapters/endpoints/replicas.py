@@ -174,8 +174,8 @@ class ReplicaEndpoints(EndpointProvider):
     """Provider for endpoints whose replicas users start, with `ReplicaOptions`.
 
     Nothing is stored in `folder`. Tables are signed with the release key of this process. A signed
-    table is valid if a release key in the folder `trusted` has signed it. Without this folder,
-    signatures are not verified.
+    table is valid if a release key in the folder `trusted` has signed it. Signatures are verified
+    only if `trusted` is set.
     """
 
     tools = ()
@@ -323,7 +323,7 @@ class ReplicaEndpoints(EndpointProvider):
         Then wait a limited time until the replicas adopt the table.
 
         Raises:
-            MissingKeyError: no signed table serves the version, and this process has no key.
+            MissingKeyError: this process has no key, and signed tables of the version are missing.
         """
         seen = self._look(config, with_replicas=False)
         current = None if seen.newest is None else seen.newest.table.state
@@ -348,8 +348,8 @@ class ReplicaEndpoints(EndpointProvider):
         """Record that the rollout was analyzed once more.
 
         If `judge_timeout` is above 0 s and this record is older, replicas give the candidate no
-        traffic. If the store has not answered for more than `LEASE_S`, they give it no traffic
-        until the record changes.
+        traffic. If the store was silent for more than `LEASE_S`, they give it no traffic until the
+        record changes.
         """
         seen = self._look(config, with_replicas=False)
         if seen.newest is not None:
@@ -423,7 +423,7 @@ class ReplicaEndpoints(EndpointProvider):
             self._create(config, table)
         else:
             raise MissingKeyError(
-                "no signed table serves the version of the rollback, and this process cannot sign "
+                "the rollback needs a signed table of its version, and this process cannot sign "
                 "one",
                 where=config.endpoint,
                 why=": ".join(filter(None, (missing.what, missing.why))),
@@ -609,8 +609,8 @@ class ReplicaEndpoints(EndpointProvider):
             return
         expected, count = self.count_expected(config, seen.replicas), len(seen.replicas)
         if count < expected:
-            # Replicas were not started, their reports were deleted, or the location of the reports
-            # is not mounted on this machine.
+            # Replicas were not started, their reports were deleted, or this machine lacks the mount
+            # of their location.
             yield (
                 f"only {count} of {expected} replicas have reported to "
                 f"{self._reports(config).place}"
@@ -865,7 +865,7 @@ class ReplicaEndpoints(EndpointProvider):
 
         Raises:
             InfrastructureError: a replica cannot load the table.
-            ServiceUnavailableError: a replica does not report in time that it has loaded the table,
+            ServiceUnavailableError: a replica fails to report in time that it has loaded the table,
                 or no replica is registered.
         """
         missing: list[str] = []
@@ -900,7 +900,7 @@ class ReplicaEndpoints(EndpointProvider):
                 "not all replicas reported in time that they loaded the new version",
                 where=config.endpoint,
                 why="; ".join(missing),
-                remedy="Start the replicas. If a silent replica will not return, run "
+                remedy="Start the replicas. If a silent replica is lost, run "
                 f"`onnx-ops rollback {config.endpoint} --write-off REPLICA --reason WHY`, "
                 "which moves no traffic.",
             )
@@ -924,7 +924,7 @@ class ReplicaEndpoints(EndpointProvider):
     def _clean_up(self, config: EndpointConfig) -> None:
         """Delete tables beyond the newest 48, and reports older than 14 days.
 
-        Without a release key, a rollback cannot refer to a deleted table.
+        A rollback cannot refer to a deleted table.
         """
         control, reports = self._control(config), self._reports(config)
         with suppress(OnnxOpsError):
@@ -942,11 +942,11 @@ class ReplicaEndpoints(EndpointProvider):
     ) -> Sequence[Counts]:
         """Return the counts of the replicas' starts, by generations of the ledger.
 
-        A start that has not loaded a table, or whose report is not valid, is left out.
+        A start before its first table, or with an invalid report, is left out.
 
         Raises:
-            ServiceUnavailableError: no start that has loaded a table has reported counts, or the
-                store does not answer.
+            ServiceUnavailableError: no start with a table has reported counts, or the store is
+                unavailable.
         """
         seen = self._look(config)
         reporting = {
@@ -1069,8 +1069,8 @@ class ReplicaEndpoints(EndpointProvider):
         """Return whether only the stable version got requests, without a loaded candidate.
 
         The result is False if the candidate was loaded. It is None if `names` lacks the candidate
-        or the stable version. It is also None for a table with which replicas only loaded models,
-        for a table of other versions, and for a table that cannot be read.
+        or the stable version. It is also None for a table with which replicas only loaded models, a
+        table of other versions, and an unreadable table.
         """
         number = TableNumber.from_generation(generation)
         if len(names) != 2 or not number.phase:

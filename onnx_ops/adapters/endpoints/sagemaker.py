@@ -129,7 +129,7 @@ class SageMakerVariants(CloudEndpoints):
         """Return the endpoint's name, region, profile and location in S3.
 
         Raises:
-            UserError: the options are not valid, or no region is set.
+            UserError: the options are not valid, or the region is missing.
             MissingPackageError: boto3 is not installed.
         """
         client = self._connect(config)
@@ -229,7 +229,7 @@ class SageMakerVariants(CloudEndpoints):
                 attempt.
             ConflictError: a later generation is claimed, or this generation for another state.
             UserError: the state cannot be built with the options, or an alarm or files are missing.
-            RefusedError: onnx-ops did not create the endpoint, AWS denied access, or files do not
+            RefusedError: another client created the endpoint, AWS denied access, or files do not
                 match their manifest.
             InfrastructureError: SageMaker refused or reverted the update, or did not finish it in
                 time.
@@ -311,8 +311,8 @@ class SageMakerVariants(CloudEndpoints):
     def address(self, config: EndpointConfig) -> str | None:
         """Return the address; requests need a signature (SigV4, service `sagemaker`).
 
-        The result is None without an endpoint of onnx-ops, while it is being deleted, or if AWS
-        does not answer.
+        The result is None if an endpoint of onnx-ops is missing or being deleted, or if AWS does
+        not answer.
         """
         client = self._connect(config)
         try:
@@ -331,7 +331,7 @@ class SageMakerVariants(CloudEndpoints):
     def remove(self, config: EndpointConfig) -> None:
         """Delete the endpoint, its configs, models, archives and claim.
 
-        An endpoint that onnx-ops did not create is not deleted.
+        The endpoint is deleted only if onnx-ops created it.
         """
         client = self._connect(config)
         build_name_stem(config.endpoint)

@@ -220,7 +220,7 @@ def _find_contradictions(options: SageMakerOptions) -> Iterator[tuple[str, str]]
 
 
 def _find_serverless_contradictions(options: SageMakerOptions) -> Iterator[tuple[str, str]]:
-    """Yield the options that an endpoint without instances does not support."""
+    """Yield the options that a serverless endpoint does not support."""
     rules = (
         (
             "traffic",

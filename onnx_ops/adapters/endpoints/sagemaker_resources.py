@@ -166,7 +166,7 @@ class EndpointResources:
             yield OrphanedResource(kind="upload", name=name, why="it was not completed", paid=True)
 
     def delete_orphan(self, orphan: OrphanedResource) -> None:
-        """Delete an orphan; no error if it does not exist.
+        """Delete an orphan, if it exists.
 
         Raises:
             ConflictError: the live endpoint uses the orphan again. SageMaker does not check this.

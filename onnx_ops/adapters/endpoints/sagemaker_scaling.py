@@ -29,8 +29,8 @@ def find_instance_drift(description: Mapping[str, Any], options: SageMakerOption
 class VariantScaling:
     """Scalable targets and policies of one endpoint's variants.
 
-    If the options do not scale variants, targets without onnx-ops' policy are kept. The instance
-    counts that other clients set are then kept too.
+    If the options do not scale variants, the targets that other clients registered are kept. The
+    instance counts that other clients set are then kept too.
     """
 
     def __init__(self, client: SageMakerClient) -> None:
@@ -110,8 +110,8 @@ class VariantScaling:
     def pause(self, description: Mapping[str, Any], layout: EndpointLayout) -> None:
         """Stop scaling variants that are removed or get a new instance type.
 
-        SageMaker refuses to change the type of a scaled variant. Without scaling in the options,
-        nothing is done.
+        SageMaker refuses to change the type of a scaled variant. Nothing is done unless the options
+        scale variants.
         """
         if not self._options.scaled:
             return
@@ -159,7 +159,7 @@ class VariantScaling:
         return policies[0] if policies else None
 
     def _deregister(self, variant: str) -> None:
-        """Deregister a variant's target; AWS deletes its policies, also those of other clients."""
+        """Deregister a variant's target; AWS also deletes policies of other clients."""
         self._call(
             "deregister_scalable_target", ignored_codes=_UNREGISTERED, **self._resource(variant)
         )

@@ -30,7 +30,7 @@ class LeaseOptions:
     lease: Annotated[
         Literal["serve", "leave"],
         doc(
-            "What a replica does if it could not read the tables, or not report, for 30 s: "
+            "What a replica does if it could not read the tables or report for 30 s: "
             "`serve` serves the stable version; `leave` refuses requests."
         ),
     ] = "serve"

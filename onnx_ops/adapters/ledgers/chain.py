@@ -43,12 +43,12 @@ _NOT_ADMITTED = (
     "there: `onnx-ops keys admit FILE`. `onnx-ops keys list` shows the keys."
 )
 _NOT_TRUSTED = (
-    "Run the command on a machine with a trusted release key, or copy the public key of this "
+    "Run the command on a machine with a trusted release key. Or copy the public key of this "
     "machine (`onnx-ops keys public`) to the folder `release` of its trusted keys."
 )
 _UNKNOWN_KEY = (
-    "If you trust the owner of the key, copy its public key to the trusted release keys; "
-    "else restore the ledger from a backup: see `onnx-ops docs runbooks/ledger-damaged`."
+    "If you trust the owner of the key, copy its public key to the trusted release keys. "
+    "Otherwise, restore the ledger from a backup: see `onnx-ops docs runbooks/ledger-damaged`."
 )
 
 
@@ -243,11 +243,11 @@ def decode(endpoint: str, sequence: int, data: bytes) -> StoredEntry:
 def follow(head: Head, stored: StoredEntry, keys: LedgerKeys | None) -> Head:
     """Return the head after one more entry.
 
-    Without keys, signatures are not verified.
+    Signatures are verified only with keys.
 
     Raises:
-        CorruptStateError: the entry does not follow the head, or grants something without the
-            signature of a valid key.
+        CorruptStateError: the entry does not follow the head, or lacks the signature of a valid key
+            for what it grants.
     """
     entry = stored.entry
     if stored.chained.previous != head.digest:
@@ -285,15 +285,15 @@ def adopt(stored: StoredEntry, keys: LedgerKeys) -> Head | None:
 
 
 def build_changed_error(endpoint: str, sequence: int) -> CorruptStateError:
-    """Return the error for an entry whose digest the next entry does not contain."""
+    """Return the error for an entry whose digest is not the recorded one."""
     where = f"ledger {format_name(endpoint, sequence)}"
     return CorruptStateError(
-        "the entry was changed after the next entry was written", where=where, remedy=_REMEDY
+        "the entry was changed after its digest was recorded", where=where, remedy=_REMEDY
     )
 
 
 def build_missing_error(endpoint: str, sequence: int) -> CorruptStateError:
-    """Return the error for a missing entry that is followed by later entries."""
+    """Return the error for a missing entry."""
     return CorruptStateError(
         "the entry is missing", where=f"ledger {format_name(endpoint, sequence)}", remedy=_REMEDY
     )

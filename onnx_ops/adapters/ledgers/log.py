@@ -236,7 +236,9 @@ class ObjectLedger(Ledger):
                 sweep_unfinished(self._objects.root / entry.endpoint)
         except (OnnxOpsError, OSError) as error:
             _log.warning(
-                "the snapshot of ledger %s could not be written: %s", entry.endpoint, error
+                "writing the snapshot of ledger %s, or deleting unfinished files, failed: %s",
+                entry.endpoint,
+                error,
             )
 
     def _update_head(self, endpoint: str) -> Head:
@@ -265,8 +267,8 @@ class ObjectLedger(Ledger):
             signed: whether signatures are verified.
 
         Raises:
-            CorruptStateError: no later adoption is valid, and an entry is missing or unreadable,
-                does not follow the previous entry, or lacks a required signature.
+            CorruptStateError: an entry is missing or unreadable, breaks the chain of digests, or
+                lacks a required signature; and no later adoption is valid.
         """
         endpoint = head.state.endpoint
         try:
@@ -434,7 +436,7 @@ class MemoryLedger(Ledger):
 
     @override
     def require_signer(self, state: ReleaseState, body: EntryBody) -> None:
-        """Do nothing, since entries in memory are not signed."""
+        """Do nothing, since entries in memory are unsigned."""
 
     @override
     def append(self, entry: LedgerEntry) -> None:

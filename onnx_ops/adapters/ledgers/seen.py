@@ -52,7 +52,7 @@ def require_fixed(
 class SeenHeads:
     """Store of the verified heads of ledgers, with one file for each endpoint.
 
-    Without a folder, nothing is recorded. Users who can change the ledger's storage must not have
+    Heads are recorded only with a folder. Users who can change the ledger's storage must not have
     write access to this folder. A damaged file, for example after a power failure, is ignored. With
     `is_read_only`, existing records are read, and nothing is recorded.
     """

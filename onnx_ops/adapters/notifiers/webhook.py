@@ -49,7 +49,7 @@ class WebhookNotifier(Notifier):
         request_json("POST", url, format_message(notification), host=require_https(url, _WHAT))
 
     def check(self) -> str:
-        """Return the host without a request; raise an error without an address."""
+        """Return the host, but send no request; raise an error if the address is missing."""
         return f"to {require_https(self._url(), _WHAT)}"
 
     def _url(self) -> str:

@@ -138,8 +138,8 @@ class MlflowRegistry:
         not change, but the publication replaces its decisions, evidence and description.
 
         Raises:
-            UserError: a name is not valid, a variant does not have exactly one ONNX file, a signed
-                decision is too long, or the experiment was deleted in MLflow.
+            UserError: a name is invalid, or a variant does not have exactly one ONNX file. Or a
+                signed decision is too long, or the experiment was deleted in MLflow.
             RefusedError: a model's weights are not all among the files.
             DigestMismatchError: the files do not match the manifest.
         """
@@ -172,7 +172,7 @@ class MlflowRegistry:
         """Return the record of a version.
 
         Raises:
-            NotFoundError: the version does not exist, or onnx-ops did not register it.
+            NotFoundError: the version is missing, or onnx-ops did not register it.
         """
         entry = self._version(model, version)
         tags = {str(key): str(value) for key, value in entry.tags.items()}
@@ -224,7 +224,7 @@ class MlflowRegistry:
     def delete_version(self, model: str, version: str) -> None:
         """Delete a version, its LoggedModel and its run; `mlflow gc` deletes the files.
 
-        A version that does not exist causes no error.
+        A missing version causes no error.
 
         Raises:
             RefusedError: an alias points to the version.
@@ -288,7 +288,7 @@ class MlflowRegistry:
             client.set_registered_model_alias(model, alias, version)
 
     def delete_alias(self, model: str, alias: str) -> None:
-        """Delete an alias; no error if it does not exist."""
+        """Delete an alias, if it exists."""
         if alias not in self.aliases(model):
             return
         with self._mlflow.session(f"alias {alias} of {model}") as client:
@@ -313,7 +313,7 @@ class MlflowRegistry:
         The caller must compare the digest of the manifest with the signed digest.
 
         Raises:
-            NotFoundError: the version does not exist, or onnx-ops did not register its files.
+            NotFoundError: the version is missing, or onnx-ops did not register its files.
             DigestMismatchError: the MLmodel or the list of files was changed, or a file is missing.
             RefusedError: onnx-ops does not download from the artifact location of the version.
             ServiceUnavailableError: MLflow or its artifact storage does not answer.

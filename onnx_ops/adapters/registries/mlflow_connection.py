@@ -112,8 +112,8 @@ class MlflowConnection:
         """Provide a client for a few calls, and convert its errors to errors of onnx-ops.
 
         Raises:
-            ServiceUnavailableError: MLflow does not answer, does not accept the credentials, or
-                cannot process the request now. Or the block raises an OSError.
+            ServiceUnavailableError: MLflow is unreachable, refuses the credentials, or cannot
+                process the request now. Or the block raises an OSError.
             NotFoundError: there is no such resource.
             RefusedError: the user does not have the permission.
             UserError: a name or value is invalid, or the resource already exists.

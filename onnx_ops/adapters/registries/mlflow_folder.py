@@ -40,7 +40,7 @@ _OWN = frozenset(
 def is_safe_name(name: str) -> bool:
     """Return whether a name is a relative path that stays in its folder.
 
-    Its parts contain no character that Windows or POSIX reserves, and do not end in a space or a
+    Its parts are free of characters that Windows or POSIX reserves, and do not end in a space or a
     dot. Device names of Windows, such as `nul`, are not recognized.
     """
     parts = name.split("/")
@@ -56,8 +56,8 @@ def validate_record(record: VariantRecord) -> None:
     """Validate names, weights and digests of a variant before anything is sent.
 
     Raises:
-        UserError: a file name is not safe, or is reserved by MLflow or onnx-ops; or there is not
-            exactly one ONNX file, or it cannot be parsed.
+        UserError: a file name is unsafe, or is reserved by MLflow or onnx-ops. Or there is not
+            exactly one ONNX file, or this file is invalid.
         RefusedError: the model's weights are not all among the files.
         DigestMismatchError: the manifest does not match the files.
     """

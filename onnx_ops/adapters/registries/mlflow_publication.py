@@ -185,7 +185,7 @@ class ReleasePublisher:
         return str((self._find_version(record) or created).version)
 
     def _is_intact(self, model: LoggedModel, record: VariantRecord) -> bool:
-        """Return whether a logged model still has all files of a variant, with their content."""
+        """Return whether a logged model still has all files of a variant, unchanged."""
         if MLMODEL_DIGEST not in model.tags:
             return False
         with Scratch() as folder:

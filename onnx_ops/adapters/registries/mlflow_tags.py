@@ -36,8 +36,8 @@ def build_decision_tags(record: VariantRecord) -> dict[str, str]:
     """Return the tags that change when a release is judged again.
 
     Raises:
-        UserError: a signed decision exceeds the maximum size of a tag. The decision cannot be cut,
-            since its signature would no longer match.
+        UserError: a signed decision exceeds the maximum size of a tag. A cut decision would not
+            match its signature.
     """
     tags = {
         f"{GATE}{target}": decision.verdict.value for target, decision in record.decisions.items()

@@ -18,7 +18,7 @@ def read_key(path: Path) -> EcdsaSigner:
     The file is in PEM (PKCS #8), not encrypted, and readable by its owner only.
 
     Raises:
-        NotFoundError: the file does not exist, or this process cannot read it.
+        NotFoundError: the file is missing, or this process cannot read it.
         RefusedError: other users can read the file.
         UserError: the file does not contain a private key of ECDSA P-256.
     """

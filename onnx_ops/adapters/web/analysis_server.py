@@ -32,11 +32,11 @@ class AnalysisServer(BackgroundServer):
     """HTTP server that answers requests while this context manager is open.
 
     Port 0 selects a free port. `handle` is called on other threads. With a token, all requests
-    except `/healthz` need it. Without a token, the server listens on loopback only. It then
-    refuses requests with an `Origin`, or with a `Host` other than loopback.
+    except `/healthz` need it. Without a token, the server listens on loopback only. Except for
+    `/healthz`, it then refuses requests with an `Origin`, or with a `Host` other than loopback.
 
     Raises:
-        UserError: there is no token, and `host` is not loopback.
+        UserError: the token is missing, and `host` is not loopback.
         ServiceUnavailableError: the address is not available.
     """
 
@@ -110,7 +110,9 @@ class AnalysisServer(BackgroundServer):
         host = request.headers.get("host", "").lower()
         name = host.rpartition(":")[0] if not host.endswith("]") and ":" in host else host
         if name not in _LOOPBACK_HOSTS or "origin" in request.headers:
-            problem = "without a token, only loopback requests without an Origin are accepted"
+            problem = (
+                "the server has no token, so it accepts only loopback requests that lack an Origin"
+            )
             return JSONResponse({"error": problem}, status_code=403)
         return None
 

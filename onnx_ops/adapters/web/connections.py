@@ -1,6 +1,6 @@
 """Limits of the connections of the HTTP servers in this package.
 
-Clients that connect and send nothing, or only a part of a request, must not block other requests.
+Clients that connect and send at most a part of a request must not block other requests.
 With `limit_concurrency`, uvicorn 0.54 only answers requests beyond the limit with status 503. It
 waits without a limit for the head of the first request on a connection.
 """
