@@ -320,7 +320,7 @@ def _find_unused_models(
 ) -> Iterator[OrphanedResource]:
     """Yield the stored models that neither a deployment serves nor `needed` lists.
 
-    `manifests` are the manifest digests of stored models by name; empty for incomplete uploads.
+    `manifests` are the manifest digests of stored models by name; empty for incomplete folders.
     `own_tags` are the tags of the deployments that onnx-ops created, by name.
     """
     served = {
@@ -330,5 +330,7 @@ def _find_unused_models(
     }
     for name, manifest in manifests.items():
         if manifest not in needed and name not in served:
-            why = "no deployment serves it" if manifest else "its upload was interrupted"
+            why = (
+                "no deployment serves it" if manifest else "its upload or deletion was interrupted"
+            )
             yield OrphanedResource(kind="model", name=name, why=why, paid=True)

@@ -2,8 +2,8 @@
 
 Workspaces in several regions can use a registry. In the datastore, the name of a model's folder
 contains a digest of the deployment, including its manifest. The folder contains `model/` and
-`deployment.json`, which is written last. If `deployment.json` is missing, the upload was
-interrupted and is repeated.
+`deployment.json`, which is written last and deleted first. If `deployment.json` is missing, an
+upload or a deletion was interrupted, and the next upload completes the folder.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class AzureModels:
     def stored(self) -> dict[str, str]:
         """Return the manifest digest of each model folder in the datastore.
 
-        The digest is empty for an incomplete upload. With `traffic: table`, models are not in the
+        The digest is empty for an incomplete folder. With `traffic: table`, models are not in the
         datastore. The result is then empty, and the identity needs no permission on the datastore.
         """
         if self._options.is_table:
