@@ -266,8 +266,8 @@ class _Watch:
     def add_epochs(self, counts: Sequence[Counts]) -> Iterable[EpochUnits]:
         """Yield the units of the closed epochs.
 
-        Each server that reports closed epochs must have closed an epoch. A server that is more than
-        `_MAX_LAG` epochs behind the median server is not waited for.
+        An epoch is closed if each server whose `closed_through` is above 0 has closed it. A server
+        that is more than `_MAX_LAG` epochs behind the median server is not waited for.
 
         In an epoch, every server assigns a cell to the same version. The servers' counts of a cell
         are therefore added to one unit. If a follower replaced another follower of a server, both

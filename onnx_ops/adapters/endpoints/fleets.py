@@ -211,8 +211,8 @@ class FleetEndpoints(ReplicaEndpoints):
         """Bring the fleet to its options; the cloud replaces instances without an outage.
 
         Raises:
-            InfrastructureError: an alarm reverted the change. The served versions stay the same, so
-                no release is rejected.
+            InfrastructureError: an alarm reverted the change. No release is rejected, since the
+                change concerns only the instances.
         """
         fleet = build_fleet_state(config, self.read_options(config))
         try:

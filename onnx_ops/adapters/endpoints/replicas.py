@@ -848,7 +848,10 @@ class ReplicaEndpoints(EndpointProvider):
     def _find_rollback_goal(
         self, config: EndpointConfig, seen: StorePlace, manifest: Digest
     ) -> TableNumber | None:
-        """Return the newest signed table whose stable version has this manifest, or None."""
+        """Return the number of the newest signed table with this stable version.
+
+        `manifest` is that of the stable version. The result is None without such a table.
+        """
         return next(
             (
                 table.number
