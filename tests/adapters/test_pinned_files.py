@@ -284,5 +284,5 @@ def test_load_of_invalid_or_missing_test_data_raises_user_error(
     with pytest.raises(UserError, match=r"test_data_set_1/input_0\.pb cannot be read as a tensor"):
         FileSource().load(FileData(file="mlp"), tmp_path)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(NotFoundError, match="without test data"):
+    with pytest.raises(NotFoundError, match="nor test data"):
         FileSource().load(FileData(file="empty"), tmp_path)

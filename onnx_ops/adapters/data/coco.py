@@ -45,8 +45,8 @@ def read_annotations(path: Path, arrays: Mapping[str, Array], *, where: str) -> 
             one, else in that of the images of the file.
 
     Raises:
-        UserError: the file does not have the format, an object is invalid, or `image_id` contains
-            an id that the file does not.
+        UserError: the file has another format, an object is invalid, or `image_id` contains an id
+            that the file does not.
     """
     content = _load(path, where)
     images = {_get(entry, "id", "an image", where): entry for entry in content["images"]}
@@ -144,8 +144,8 @@ def _read_values(
     """Return the class, whether the object is a crowd, and the area.
 
     Raises:
-        UserError: the category is not among the categories of the file, or the area is not a
-            finite number.
+        UserError: the category is missing from the categories of the file, or the area is not a
+            number from -`_LARGEST` to `_LARGEST`.
     """
     category = _get(entry, "category_id", place, where)
     if category not in classes:

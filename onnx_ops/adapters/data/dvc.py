@@ -193,7 +193,7 @@ class DvcSource(DataSource):
         }
 
     def list_dependencies(self, section: DataSection) -> Iterable[str]:
-        """Yield the possible pointer files; nothing for a URL or a pinned revision.
+        """Yield the possible pointer files; nothing for a URL or if `rev` is set.
 
         These are the `.dvc` files of the path and of the folders above it, and the files `dvc.lock`
         in these folders.
@@ -209,7 +209,7 @@ class DvcSource(DataSource):
     def sample(self, section: DataSection, root: Path) -> Sample | None:
         """Read the first rows of the file in the checkout, without a check of its MD5.
 
-        The result is None for a URL, a pinned revision, or a file that is not checked out.
+        The result is None for a URL, if `rev` is set, or for a file that is not checked out.
         """
         options = _read_options(section)
         if options.is_url:
@@ -224,14 +224,13 @@ class DvcSource(DataSource):
         """Read the file from DVC's cache or remote, after checking it against its MD5.
 
         Raises:
-            NotFoundError: the repository or the revision does not exist, DVC does not track the
-                file, or DVC has no copy of it.
-            RefusedError: the pointer has no MD5 or is not the only one, or an option is not
+            NotFoundError: the repository, the revision, the pointer or the data does not exist.
+            RefusedError: the pointer lacks an MD5, there are several pointers, or an option is not
                 permitted.
-            DigestMismatchError: the pointer is not valid, differs from the pinned MD5 or the
-                checkout, or does not match the data.
-            InfrastructureError: DVC fails, its cache cannot be read, or the repository or the
-                remote cannot be reached.
+            DigestMismatchError: the pointer is invalid, or differs from the pinned MD5, the
+                checkout or the data.
+            InfrastructureError: DVC fails, or its cache, the repository or the remote cannot be
+                read.
             UserError: the options, the remote or the file are not valid.
             MissingPackageError: DVC or the format of the file needs a package that is missing.
         """
@@ -283,14 +282,14 @@ class DvcSource(DataSource):
     def _find_pointer(
         self, options: DvcOptions, folder: Path, commit: str, path: str
     ) -> DvcPointer:
-        """Return the pointer of a commit; request it from DVC only once per commit.
+        """Return the pointer of a file at a commit; request it from DVC only once.
 
         A commit never changes, so the pointer of a commit, path and remote is stored.
 
         Raises:
-            NotFoundError: the repository does not use DVC, or DVC does not track the file at this
-                commit.
-            RefusedError: the pointer has no MD5, or is not the only one.
+            NotFoundError: DVC does not track the file at this commit, or is unused in the
+                repository.
+            RefusedError: the pointer lacks an MD5, or there are several pointers.
             DigestMismatchError: the pointer is not valid.
             InfrastructureError: DVC fails.
         """
@@ -308,7 +307,7 @@ class DvcSource(DataSource):
             raise NotFoundError(
                 f"DVC does not track {path}",
                 where=f"commit {commit[:12]}",
-                why="no .dvc file and no dvc.yaml of that commit names this path",
+                why="neither a .dvc file nor a dvc.yaml of that commit names this path",
                 remedy="Check that this revision contains the .dvc file or dvc.yaml. `path` is "
                 "relative to `repo`.",
             )
@@ -317,7 +316,7 @@ class DvcSource(DataSource):
             raise RefusedError(
                 f"the DVC pointer has no MD5 for {pointer.out}",
                 where=pointer.file,
-                why="`dvc.lock` has no entry for it, the remote uses cloud versioning, or an "
+                why="`dvc.lock` lacks an entry for it, the remote uses cloud versioning, or an "
                 "import was not downloaded",
                 remedy="For a stage output, run `dvc repro` and commit `dvc.lock`. For an import, "
                 "run `dvc update` and commit the pointer. Otherwise turn off `version_aware` and "
@@ -372,7 +371,7 @@ class DvcSource(DataSource):
 
         Raises:
             NotFoundError: neither the cache nor the remote has the object.
-            UserError: the remote does not exist, or does not store objects by MD5.
+            UserError: the remote is missing, or does not store objects by MD5.
             MissingPackageError: DVC needs another package for the remote.
             DigestMismatchError: the object does not match its MD5.
             InfrastructureError: DVC fails, or the cache or the remote cannot be read.
@@ -601,7 +600,7 @@ def _find_commit(folder: Path, rev: str, url: str = "") -> str:
     new clone. `url` is the URL of the repository of which `folder` is a copy.
 
     Raises:
-        NotFoundError: `folder` is not a git repository, or has no such revision.
+        NotFoundError: `folder` is not a git repository, or lacks the revision.
         InfrastructureError: git is not installed.
     """
     repository = _git(folder, "rev-parse", "--git-dir")

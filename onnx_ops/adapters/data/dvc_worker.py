@@ -74,7 +74,7 @@ class DvcWorker:
         `copy` is the path of the copy. With `legacy`, the layout is that of DVC 1 and 2.
 
         Raises:
-            UserError: the remote does not exist, or does not store objects by MD5.
+            UserError: the remote is missing, or does not store objects by MD5.
             MissingPackageError: DVC needs another package for the remote.
             ServiceUnavailableError: the remote cannot be read.
         """
@@ -111,7 +111,7 @@ class DvcWorker:
                     "the DVC remote does not store objects by MD5",
                     where=where,
                     why="the remote has the option `version_aware` or `worktree`",
-                    remedy="Push to a remote without these options: data without an MD5 cannot be "
+                    remedy="Push to a remote that has neither option: only data with an MD5 can be "
                     "checked.",
                 )
             store = place.legacy_odb if legacy else place.odb

@@ -33,7 +33,7 @@ At least one row is read.
 """
 
 _SAMPLED_IMAGES = 32
-"""Number of images of a folder that are read when its first rows are requested."""
+"""Maximum number of images that are read when the first rows of a folder are requested."""
 
 _ARRAY = b"\x93NUMPY"
 """Start of the file that `numpy.save` writes: one array."""
@@ -108,7 +108,7 @@ def _find_address(section: DataSection) -> str:
 def _require_rows(folder: Path, where: str) -> None:
     if not has_test_data(folder) and not has_images(folder):
         raise NotFoundError(
-            "the path is a folder without images, and without test data of an ONNX model",
+            "the folder contains neither images nor test data of an ONNX model",
             where=where,
             remedy="Name one .npz file or table, a folder of PNG and JPEG files, or a folder that "
             "holds test_data_set_0.",
@@ -169,7 +169,8 @@ def _add_objects(
 def _add_sampled_objects(sample: Sample, section: DataSection, root: Path) -> Sample:
     """Return the first rows of the data and of the annotations.
 
-    The annotations are read completely, and cut to the number of rows of the data.
+    The annotations are read completely. If the data has further rows, the arrays of the annotations
+    are cut to the number of the first rows.
     """
     arrays = _add_objects(sample.arrays, section, root)
     added = arrays.keys() - sample.arrays.keys()

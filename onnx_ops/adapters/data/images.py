@@ -48,7 +48,7 @@ def read_images(folder: Path, *, where: str, limit: int | None = None) -> Mappin
         limit: number of images to read; all by default.
 
     Raises:
-        UserError: an image cannot be decoded or is too large, or the table does not fit the files.
+        UserError: an image cannot be decoded or is too large, or the table and the files differ.
         MissingPackageError: the package for images is not installed, or pyarrow for a table.
     """
     import numpy as np
@@ -105,8 +105,8 @@ def _order_rows(columns: Mapping[str, Array], names: Sequence[str], where: str) 
     """Return the row of the table for each file.
 
     Raises:
-        UserError: the table lists a file twice or not at all, lists a file that is not in the
-            folder, or has a wrong column name.
+        UserError: the table lists a file twice, lacks a file, lists a file that the folder lacks,
+            or has a wrong column name.
     """
     if NAMES not in columns:
         remedy = f"Give the column with the paths of the images the name {NAMES!r}."

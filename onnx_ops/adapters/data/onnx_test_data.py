@@ -26,8 +26,8 @@ def read_test_data(folder: Path, *, where: str, label: str | None = None) -> Map
     name. With `label`, the expected output of this name is returned too.
 
     Raises:
-        UserError: a tensor cannot be read, the tensors of the sets cannot be joined, or the label
-            is missing.
+        UserError: a tensor is not readable, sets have tensors of other shapes or names, or the
+            label is missing.
     """
     sets = _list_sets(folder)
     names = _read_model_names(sets[0].parent)
@@ -54,7 +54,7 @@ def _list_sets(folder: Path) -> list[Path]:
 def _read_model_names(folder: Path) -> Mapping[str, Sequence[str]]:
     """Return the names of inputs and outputs of the model beside the sets.
 
-    There are no names if the folder does not contain exactly one readable model.
+    Both lists are empty unless the folder contains exactly one readable model.
     """
     from onnx_ops.onnx_graph.files import find_model_file
     from onnx_ops.onnx_graph.model_info import read_model_info

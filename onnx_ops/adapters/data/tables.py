@@ -109,8 +109,8 @@ def read_table(
     waste memory.
 
     Raises:
-        UserError: the file is not a valid table with rows, or a column has a type or a value that
-            is not supported. The error names the line or column if possible.
+        UserError: the file is not a valid table with rows, or a column has an unsupported type or
+            value. The error names the line or column if possible.
         MissingPackageError: pyarrow is not installed.
     """
     require("pyarrow", where=where)
@@ -169,7 +169,8 @@ def _read_csv(arrow: Any, path: Path, suffix: str, most_bytes: int | None) -> An
     Columns that would lose information in pyarrow's types are read a second time as text.
 
     Raises:
-        ValueError: the file is too large, or is not a CSV file that can be decoded.
+        ValueError: the file is too large, has no usable column names, or is in another format or
+            encoding.
     """
     content = _read_compressed(path, most_bytes) if suffix.endswith(".gz") else None
     size = path.stat().st_size if content is None else len(content)
@@ -193,7 +194,7 @@ def _read_csv(arrow: Any, path: Path, suffix: str, most_bytes: int | None) -> An
 
 
 def _select_columns(table: Any) -> Sequence[int]:
-    """Return the indices of the columns without row labels, and without an empty last column.
+    """Return the indices of the columns, except row labels and an empty last column.
 
     The first column contains row labels if it has no name or is called `Unnamed: 0`. A separator at
     the end of lines causes an empty last column.
@@ -299,8 +300,8 @@ def _find_separator(records: Mapping[str, list[list[str]]]) -> str:
 def _find_decimal_mark(records: Sequence[Sequence[str]]) -> str:
     """Return the decimal mark of the numbers.
 
-    The mark is the comma if some numbers contain a comma, none contains a point, and not all commas
-    can separate thousands.
+    The mark is the comma if some numbers contain a comma that cannot separate thousands, and all
+    numbers lack a point.
     """
     cells = [cell.strip() for record in records for cell in record]
     with_comma = any(re.fullmatch(r"[+-]?\d+,\d+", cell) for cell in cells)
@@ -413,7 +414,8 @@ def _read_bytes(path: str, most_bytes: int | None) -> bytes:
 def _describe_undecodable(source: str | bytes) -> str:
     """Return the error text for a file that is not UTF-8.
 
-    The text shows the line of the first invalid byte, if there is one, and how to convert the file.
+    If there is an invalid byte, the text shows the line of the first one, and how to convert the
+    file.
     """
     content = Path(source).read_bytes() if isinstance(source, str) else source
     try:

@@ -73,8 +73,8 @@ def bind_call(
         renamed: whether a single input can have a different name from its parameter.
 
     Raises:
-        UserError: no parameter has the name of an input, a required parameter has no input, or the
-            order is not declared.
+        UserError: an input lacks a parameter of its name, a required parameter lacks an input, or
+            the order is not declared.
     """
     parameters = inspect.signature(function).parameters
     named = _list_named(parameters)
@@ -149,8 +149,8 @@ def check_names(
     """Check that the model takes each input by its name, and that no name is missing.
 
     Raises:
-        UserError: an input is not among `names`, or one of `required` (default: all) is not an
-            input.
+        UserError: an input is not among `names`, or the inputs lack one of `required` (default:
+            all).
     """
     unknown = [name for name in inputs if name not in names]
     missing = [name for name in (names if required is None else required) if name not in inputs]

@@ -86,8 +86,7 @@ class SklearnExporter(TreeExporter):
 
         Raises:
             NotFoundError: the folder contains neither `FILE` nor exactly one file.
-            UserError: the file cannot be unpickled, or the model is a search without a refitted
-                estimator.
+            UserError: the file cannot be unpickled, or the model is a search with `refit=False`.
         """
         import joblib
 
@@ -110,11 +109,11 @@ class SklearnExporter(TreeExporter):
 
         The layout is in float32 if an operator requires float32. Operators of trees, nearest
         neighbors, kernels and others do not support float64. Scalers before them do not support
-        integers. scikit-learn's trees also convert their rows to float32. A layout without float64
-        and integers is used without loading its graph.
+        integers. scikit-learn's trees also convert their rows to float32. The graph of a layout
+        with only float32 and texts is returned without loading it.
 
         Raises:
-            UserError: the converter refuses the model, or ONNX Runtime cannot load any result.
+            UserError: the converter refuses the model.
         """
         refused: UserError | None = None
         for tried in dict.fromkeys([layout, layout.as_float32("f8"), layout.as_float32("f8", "i")]):
@@ -264,9 +263,7 @@ def _check_estimator(model: object) -> None:
     """Raise UserError if a model cannot answer new rows."""
     if not hasattr(model, "predict") and not hasattr(model, "transform"):
         name = type(get_last_step(model)).__name__
-        what = (
-            f"{name} has neither `predict` nor `transform`, and cannot compute answers for new rows"
-        )
+        what = f"{name} has neither `predict` nor `transform`, which compute answers for new rows"
         remedy = (
             "Set novelty=True."
             if name == "LocalOutlierFactor"

@@ -59,9 +59,9 @@ def choose_layout(model: object, parts: list[object], request: ExportRequest) ->
     """Return the layout that fits the inputs on which the estimator was fitted.
 
     Raises:
-        UserError: the data does not have the columns of the model, or an input does not have a
-            supported shape or type. Or the model has no names, and the order of the columns is not
-            declared.
+        UserError: the columns of the data differ from those of the fit, an input has an unsupported
+            shape, or one matrix would contain texts and numbers. Or the model lacks names of
+            columns, and their order is not declared.
     """
     samples = request.samples
     for name, array in samples.items():

@@ -24,8 +24,8 @@ def rewrite_model(model: object) -> tuple[object, tuple[Step, ...]]:
     """Return an equivalent model that skl2onnx converts, and steps after its output.
 
     Raises:
-        UserError: no ONNX steps are known for the inverse function of a transformed target, an
-            isotonic regression does not clip, or a search has not refitted an estimator.
+        UserError: a transformed target has an unknown inverse function, an isotonic regression does
+            not clip, or a search has `refit=False`.
     """
     model = unwrap_search(model)
     rewrite = _REWRITES.get(type(model).__name__)
@@ -323,7 +323,7 @@ def _list_affine(scale: Any, offset: Any) -> tuple[Step, ...]:
 
 
 _SCALERS: Mapping[str, Callable[[Any], tuple[Step, ...]]] = {
-    # `mean_` is an array even with `with_mean=False`; `scale_` is None with `with_std=False`.
+    # `mean_` can be an array even with `with_mean=False`; `scale_` is None with `with_std=False`.
     "StandardScaler": lambda scaler: _list_affine(
         scaler.scale_, scaler.mean_ if scaler.with_mean else None
     ),

@@ -277,7 +277,7 @@ def _check_inputs(model: Any, request: ExportRequest) -> None:
         check_keras_inputs(model, names)
     elif not callable(model):
         raise UserError(
-            f"the SavedModel has no signature {SIGNATURE!r}, and cannot be called",
+            f"the SavedModel has neither signature {SIGNATURE!r} nor `__call__`",
             where="export",
             remedy="Save a signature: `tf.saved_model.save(model, folder, signatures=function)`. "
             "For a module from `train.run`, decorate its `__call__` with "

@@ -101,13 +101,13 @@ class TorchExporter(TracingExporter):
         """Export the module, and remove metadata that depends on this machine.
 
         Raises:
-            UserError: the module cannot be exported, or not at the opset of the section.
+            UserError: the module cannot be exported at all, or at the opset of the section.
         """
         section = request.section
         module = self._module(model, request)
         proto = _export(importlib.import_module("torch"), module, request).model_proto
         # For an opset that the exporter does not write, it converts the file. If this conversion
-        # fails, the file has a newer opset.
+        # fails, the file has another opset.
         written = max(
             entry.version for entry in proto.opset_import if entry.domain in DEFAULT_DOMAINS
         )
@@ -292,7 +292,7 @@ def _explain_failure(
         return UserError(
             f"torch.onnx.export has no translation for operator {name}",
             where="export",
-            why="torch has no ONNX function for the operator, or none for complex inputs",
+            why="torch has no ONNX function for the operator or for its complex inputs",
             remedy=f"Map torch.ops.{name} to a function of onnxscript in a table of the project, "
             f"and set export.options: {{{TRANSLATIONS}: package.module:TABLE}}.",
         )
@@ -436,7 +436,7 @@ def _try_out(
                 remedy="Return torch.view_as_real(output), which has this dimension in torch too.",
             )
         if value.dtype == torch.bfloat16:
-            why = "NumPy does not have this type, so neither a gate nor a client can read it"
+            why = "NumPy lacks this type, so neither a gate nor a client can read it"
             raise UserError(what, where="export", why=why, remedy="Return output.float().")
     return list(values)
 

@@ -1,6 +1,7 @@
-"""Attention without an axis of heads, which torch.onnx.export cannot translate.
+"""Attention of rank 3, which torch.onnx.export cannot translate.
 
-The translations of onnxscript 0.7 and torch 2.13 support only tensors of rank 4.
+Tensors of rank 3 lack an axis of heads. The translations of onnxscript 0.7 and torch 2.13 support
+only rank 4.
 """
 
 from __future__ import annotations

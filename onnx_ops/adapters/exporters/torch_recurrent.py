@@ -95,9 +95,9 @@ def _translate(
 ) -> Callable[..., Any]:
     """Return the translation of a layer to operators of ONNX.
 
-    Each layer becomes one operator, which computes both directions. `gates` are the positions of
-    the operator's gates in torch's weights. `activation` is the activation of each direction; empty
-    for the operator's default.
+    Each layer becomes one operator, which computes all directions of the layer. `gates` are the
+    positions of the operator's gates in torch's weights. `activation` is the activation of each
+    direction; empty for the operator's default.
     """
 
     def write(
@@ -140,7 +140,10 @@ def _translate(
 def _stack_weights(
     params: Sequence[Any], gates: Sequence[int], directions: int, hidden: int, *, has_biases: bool
 ) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield W, R and B of each layer, for both directions; B is None without biases."""
+    """Yield W, R and B of each layer, for all its directions; B can be None.
+
+    B is None if the layer has no biases.
+    """
     # Each layer has a weight for the input and one for the state, and possibly two biases.
     count = 4 if has_biases else 2
     for first in range(0, len(params), count * directions):
