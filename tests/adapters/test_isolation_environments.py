@@ -244,7 +244,7 @@ def test_npm_packages_after_installation_are_reused_without_npm_unless_unfinishe
     assert (place / MARKER).stat().st_mtime_ns == made
     # Without the marker, the environment is unfinished, as if its build had been killed.
     (place / MARKER).unlink()
-    with pytest.raises(MeasurementError, match="npm is not installed") as missing:
+    with pytest.raises(MeasurementError, match="npm is missing") as missing:
         packages.installed((SMALL,))
     assert "apt-get install" in missing.value.remedy
 

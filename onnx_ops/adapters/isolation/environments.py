@@ -57,7 +57,7 @@ class PythonEnvironments:
 
         Raises:
             UserError: a requirement is empty, or is an option of the installer.
-            NotFoundError: the Python version is not installed, and neither is uv.
+            NotFoundError: the Python version and uv are not installed.
             StageError: the installer failed.
         """
         place = self.place(wanted)
@@ -193,7 +193,7 @@ def _install(place: Path, requirements: Sequence[str]) -> Mapping[str, Json]:
     npm = shutil.which("npm")
     if npm is None:
         raise MeasurementError(
-            "npm is not installed, so the packages cannot be installed", why="", remedy=NPM_REMEDY
+            "npm is missing, so the packages cannot be installed", why="", remedy=NPM_REMEDY
         )
     place.mkdir()
     (place / "package.json").write_text('{"private": true}\n', encoding="utf-8")

@@ -220,7 +220,7 @@ class BatchReader:
     the activations of one range are in memory.
 
     Raises:
-        UserError: the rows do not fit the model's inputs, are too few, or are not finite.
+        UserError: the rows do not fit the model's inputs, are too few, or contain NaN or infinity.
     """
 
     def __init__(self, rows: Tensors, info: ModelInfo, values: Tensors | None = None) -> None:

@@ -59,9 +59,10 @@ class WeightOnlyQuantizer(Optimizer):
     """Optimizer that stores constant matrices in blocks of 4 or 8 bits, to save size.
 
     Options and their defaults: `bits` (8; 4 for hqq and gptq), `block` (32), `symmetric` (true),
-    `algorithm` (rtn), and `accuracy` (unset; 4 also quantizes activations to 8 bits). rtn rounds
-    the weights. hqq and gptq support 4 bits only. They adjust the weights to preserve the model's
-    results, and gptq needs calibration rows. hqq refuses `symmetric` and `accuracy`.
+    `algorithm` (rtn), and `accuracy` (unset). With accuracy 4, activations are also quantized to 8
+    bits. rtn rounds the weights. hqq and gptq support 4 bits only. They adjust the weights to
+    preserve the model's results, and gptq needs calibration rows. hqq refuses `symmetric` and
+    `accuracy`.
     """
 
     tools: tuple[str, ...] = ("onnxruntime", "onnx", "numpy")

@@ -95,8 +95,7 @@ class OliveOptimizer(Optimizer):
         """Return the section with the used part of the configuration in place of a file.
 
         Raises:
-            UserError: there is no configuration, it cannot be used, or its file is not in the
-                project.
+            UserError: the configuration is missing or unusable, or its file is outside the project.
             NotFoundError: the file does not exist.
         """
         where = f"variant {section.name}, options.config"
@@ -141,8 +140,8 @@ class OliveOptimizer(Optimizer):
         """Run the configured passes in order and check their result.
 
         Raises:
-            UserError: the rows that a pass reads are missing or cannot be passed, or an excluded
-                node does not exist or was quantized.
+            UserError: the rows that a pass reads are missing or have an unsupported layout, or an
+                excluded node is missing or was quantized.
             StageError: Olive fails, makes no model, or changes the inputs or outputs.
         """
         section = request.section
@@ -164,7 +163,7 @@ class OliveOptimizer(Optimizer):
 
         if reads_data and not read_layout(read_model_info(request.source), request.values).is_plain:
             raise UserError(
-                "a pass reads data, but some inputs of the model have no rows on their first axis",
+                "a pass reads data, but some inputs or outputs have no rows on their first axis",
                 where=f"variant {section.name}",
                 remedy="Use method static: Olive's data sets have rows on the first axis of every "
                 "input.",
@@ -201,7 +200,7 @@ def _used(config: Any, where: str) -> Mapping[str, Json]:
     """Return the part of a configuration that affects a variant.
 
     Raises:
-        UserError: the configuration has no passes, contains a search, refers to code, or uses a
+        UserError: the configuration lacks passes, contains a search, refers to code, or uses a
             system that is not local. Or a pass has no type, or has alternatives.
     """
     if (
@@ -260,7 +259,7 @@ def _list_systems(used: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_systems(systems: Mapping[str, Any], where: str) -> None:
-    """Raise UserError for a system on which passes would run outside this machine."""
+    """Raise UserError for a system of another type than `LocalSystem`."""
     for name, system in systems.items():
         if not isinstance(system, Mapping) or system.get("type") != "LocalSystem":
             remedy = (

@@ -174,8 +174,8 @@ class StaticQuantizer(Optimizer):
     def read_ranges(self, request: OptimizeRequest, path: Path, shard: tuple[int, int]) -> None:
         """Write the ranges of one part of the calibration batches.
 
-        The written file is a calibration cache of ONNX Runtime. No file is written for a part
-        without batches.
+        The written file is a calibration cache of ONNX Runtime. If the part has no batches, the
+        file is left out.
         """
         options, _ = self._choose(request)
         rows = BatchReader(
@@ -286,7 +286,7 @@ def _quantize(
     """Write the quantized model; return notes on additional steps.
 
     Raises:
-        UserError: nothing was quantized, or an excluded node does not exist or was quantized.
+        UserError: nothing was quantized, or an excluded node is missing or was quantized.
         StageError: ONNX Runtime cannot quantize the model.
     """
     # The module loads NumPy, so it is imported only here.
@@ -339,8 +339,7 @@ def _prepare(source: Any, folder: Path, large: bool) -> Path:
     A quantized weight must stay comparable with its original. Therefore the graph is not simplified
     if simplification adds float32 weights that the source lacks. The source's shapes are removed
     first, since quantizers change the shapes of weights and would fail on the old shapes. If the
-    runtime cannot prepare the model, a warning is issued, and the path of the model without
-    preparation is returned.
+    preparation fails, a warning is issued, and the path of the unprepared model is returned.
     """
     known = set(collect_constants(source))
     del source.graph.value_info[:]
