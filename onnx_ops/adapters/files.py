@@ -81,7 +81,7 @@ def read_private(path: Path, what: str, *, remedy: str = "") -> str:
     `what` describes the content in messages, as in "the webhook secret".
 
     Raises:
-        OSError: the file does not exist (FileNotFoundError) or cannot be read.
+        OSError: the file is missing (FileNotFoundError) or cannot be read.
         RefusedError: users other than the owner have access to the file. `remedy` is the error's
             remedy.
     """
@@ -183,8 +183,8 @@ class ObjectStore(ABC):
 
     `place` is the location of the objects for display, without a password.
 
-    Methods raise StorageError if a local folder cannot be used, and ServiceUnavailableError if an
-    object store cannot be used.
+    If the storage cannot be used, methods raise StorageError for a local folder, and
+    ServiceUnavailableError for an object store.
     """
 
     place: str
@@ -214,7 +214,7 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def delete(self, name: str) -> None:
-        """Delete an object; no error if it does not exist."""
+        """Delete an object; a missing object is not an error."""
 
     @abstractmethod
     def upload(self, name: str, path: Path) -> None:

@@ -72,7 +72,7 @@ class PinnedFiles:
     def find(self, place: str) -> Path | None:
         """Return the cached file or folder of an address; download nothing.
 
-        The result is None if the cache does not have the whole, unchanged content.
+        The result is None if the cache lacks the whole, unchanged content.
 
         Raises:
             UserError: the address is not pinned.
@@ -85,7 +85,7 @@ class PinnedFiles:
         """Return the file or folder of an address; download it if the cache lacks it.
 
         Raises:
-            UserError: the address is not pinned, or an archive cannot be unpacked.
+            UserError: the address lacks a pin, or an archive cannot be unpacked.
             NotFoundError: the server has no such file.
             RefusedError: the server refuses the request, or sends content with another digest.
             ServiceUnavailableError: the download fails, for example without an answer.

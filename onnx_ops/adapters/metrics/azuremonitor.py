@@ -72,7 +72,7 @@ class AzureMonitorMetrics(MetricsSource):
         """Return the counts of the day (UTC) of the reading for each deployment.
 
         The percentiles are medians of one-minute percentiles over the last ten minutes, or since
-        00:00 UTC if that is later. A deployment without latencies has no percentiles.
+        00:00 UTC if that is later. Only a deployment with latencies has percentiles.
         """
         until = (self._clock.now() - _SETTLED) // _MINUTE * _MINUTE
         day = until // _DAY * _DAY
@@ -121,7 +121,7 @@ class AzureMonitorMetrics(MetricsSource):
         Raises:
             ServiceUnavailableError: Azure Monitor does not answer, refuses the query, or answers in
                 another format.
-            UserError: the options do not name a workspace, or the endpoint's name is not valid.
+            UserError: the options lack a workspace, or the endpoint's name is not valid.
         """
         if until <= first:
             return []

@@ -90,8 +90,8 @@ class CloudWatchMetrics(MetricsSource):
         has no counts.
 
         Raises:
-            ServiceUnavailableError: the endpoint is not in service, or AWS does not answer or
-                complete a query.
+            ServiceUnavailableError: the endpoint has another status than `InService`, or AWS does
+                not answer or complete a query.
             RefusedError: AWS denies access.
             InfrastructureError: AWS refuses a request, for example for a missing endpoint.
             UserError: profile, region or credentials are missing or wrong.

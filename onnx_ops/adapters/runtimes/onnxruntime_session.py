@@ -259,8 +259,8 @@ def register_plugin(provider: Provider, target: Target) -> None:
     """Register the library of a provider's package, once per process.
 
     Raises:
-        MeasurementError: the package is not installed or is not a plug-in, or its library cannot be
-            loaded.
+        MeasurementError: the package is missing or contains no plug-in, or loading its library
+            fails.
     """
     where = f"target {target.name}"
     try:

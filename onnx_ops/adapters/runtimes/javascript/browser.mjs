@@ -17,7 +17,7 @@ const TYPES = { ".html": "text/html", ".mjs": "text/javascript", ".wasm": "appli
 const START_MS = 120_000;
 const WATCH_MS = 500;
 
-// Without these headers, a page has neither threads nor the finest resolution of its clock.
+// These headers give a page threads and the finest resolution of its clock.
 const ISOLATED = {
   "Cross-Origin-Embedder-Policy": "require-corp",
   "Cross-Origin-Opener-Policy": "same-origin",

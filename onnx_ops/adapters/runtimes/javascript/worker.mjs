@@ -10,7 +10,7 @@ import { benchmark, describeError, run, sample, start, under_load } from "./meas
 import { facts, nodeHost, openOnce, rewritten } from "./node.mjs";
 
 // A separate thread reads the requests. If the input ends, the thread kills this process after 3 s, even if a measurement
-// is running. Until then, an idle process closes its sessions and its browser.
+// is running. Until then, an idle process closes its browser and exits.
 const LISTEN = `
 const fs = require("node:fs");
 const { parentPort } = require("node:worker_threads");
