@@ -33,7 +33,7 @@ At least one row is read.
 """
 
 _SAMPLED_IMAGES = 32
-"""Maximum number of images that are read when the first rows of a folder are requested."""
+"""Maximum number of images that are read for the first rows of a folder."""
 
 _ARRAY = b"\x93NUMPY"
 """Start of the file that `numpy.save` writes: one array."""

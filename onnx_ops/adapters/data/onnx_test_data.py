@@ -26,8 +26,7 @@ def read_test_data(folder: Path, *, where: str, label: str | None = None) -> Map
     name. With `label`, the expected output of this name is returned too.
 
     Raises:
-        UserError: a tensor is not readable, sets have tensors of other shapes or names, or the
-            label is missing.
+        UserError: reading a tensor or joining the sets fails, or the label is missing.
     """
     sets = _list_sets(folder)
     names = _read_model_names(sets[0].parent)

@@ -208,7 +208,7 @@ def _select_columns(table: Any) -> Sequence[int]:
 
 
 def _require_names(names: Sequence[str], kept: Sequence[int]) -> None:
-    """Raise ValueError if a column in `kept` has no name, or the name of another column."""
+    """Raise ValueError if a name of a column in `kept` is empty or repeated."""
     counts = Counter(names)
     for index in kept:
         if not names[index]:

@@ -27,7 +27,7 @@ _CLASSIFIER_OPTIONS = {
 }
 
 _MOST_NESTED = 500
-"""Maximum depth of a tree of XGBoost in the export, where each category is a split.
+"""Maximum depth of an exported XGBoost tree, in which each category is a split.
 
 onnxmltools recurses once for each level. ONNX Runtime 1.31 crashes when it loads a tree of several
 thousand levels (https://github.com/microsoft/onnxruntime/issues/25400).

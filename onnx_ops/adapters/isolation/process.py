@@ -28,7 +28,7 @@ from onnx_ops.errors import NotFoundError, StageError, describe_exit, from_docum
 from onnx_ops.scratch import Scratch
 
 DEFAULT_TIMEOUT_S = 1800.0
-"""Seconds for an answer by default; training has a limit only if `env.timeout` is set."""
+"""Default seconds for an answer; only `env.timeout` limits training."""
 GRACE_S = 5.0
 """Seconds within which a process must end after a request to end.
 

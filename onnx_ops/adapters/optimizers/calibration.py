@@ -21,8 +21,8 @@ _LIBRARY = "onnxruntime.quantization.calibrate"
 _FINER = 2
 """Number of bins, as a multiple of the runtime's number.
 
-The power of two is at most twice the largest value. So no bin is wider than with the runtime's
-number of bins between 0 and this value.
+The power of two is at most twice the largest value. So no bin is wider than a bin of the runtime
+for the same values.
 """
 
 _LEAST = -126

@@ -160,7 +160,7 @@ class ShapeOptimizer(Optimizer):
                 else "fixed shapes need option `dims`"
             )
             hint = (
-                f"dims may name {', '.join(sorted(known))}."
+                f"dims can name {', '.join(sorted(known))}."
                 if known
                 else "The model has no named free dimension apart from the batch axis. "
                 f"{KEEP_SOURCE}"

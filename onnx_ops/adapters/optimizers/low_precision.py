@@ -204,7 +204,10 @@ def _name_nodes(model: Any) -> None:
 
 
 def _find_float64_products(model: Any) -> Iterator[str]:
-    """Yield the names of products with float64 weights, for which MatMulNBits has no kernel."""
+    """Yield the names of products with float64 weights.
+
+    MatMulNBits has no kernel for these weights.
+    """
     weights = [tensor for graph in iterate_graphs(model) for tensor in graph.initializer]
     doubles = {tensor.name for tensor in weights if tensor.data_type == _DOUBLE}
     for node in iterate_nodes(model):

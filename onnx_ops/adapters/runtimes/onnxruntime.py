@@ -1,4 +1,4 @@
-"""ONNX Runtime in this process, on execution providers of its build or of plug-ins."""
+"""ONNX Runtime in this process, with providers of its build or of plug-ins."""
 
 from __future__ import annotations
 
