@@ -596,8 +596,9 @@ def _copy_cached(source: Path, copy: Path) -> bool:
 def _find_commit(folder: Path, rev: str, url: str = "") -> str:
     """Return the commit that a tag, branch or hash names.
 
-    An empty `rev` names the commit of the checkout. A branch can exist only at `origin`, as in a
-    new clone. `url` is the URL of the repository of which `folder` is a copy.
+    An empty `rev` names the commit of the checkout, or of the default branch in a copy. A branch
+    can exist only at `origin`, as in a new clone. `url` is the URL of the repository of which
+    `folder` is a copy.
 
     Raises:
         NotFoundError: `folder` is not a git repository, or lacks the revision.

@@ -202,8 +202,8 @@ def read_arrays(
     read, and arrays without rows are read whole (see `_read_head`).
 
     Raises:
-        UserError: the file has another format, is damaged, contains no rows, or is a pointer of Git
-            LFS.
+        UserError: the file has another format or an unsupported column, is damaged, contains no
+            rows, or is a pointer of Git LFS.
         MissingPackageError: the file is a table, and pyarrow is not installed.
     """
     named = Path(name or path)

@@ -48,7 +48,8 @@ def read_images(folder: Path, *, where: str, limit: int | None = None) -> Mappin
         limit: number of images to read; all by default.
 
     Raises:
-        UserError: an image cannot be decoded or is too large, or the table and the files differ.
+        UserError: an image cannot be decoded or is too large, or the table is invalid or differs
+            from the files.
         MissingPackageError: the package for images is not installed, or pyarrow for a table.
     """
     import numpy as np

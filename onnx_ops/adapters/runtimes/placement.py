@@ -140,8 +140,8 @@ class GuardedRuntime(OnnxRuntime):
     """Runtime in forked processes, each with at most `timeout` seconds.
 
     `sample`, `benchmark` and `under_load` run in this process without this limit, after a forked
-    process has run the model once. `package` runs in this process too. `starts` uses fresh
-    processes with a separate limit.
+    process has run the model once. `package` converts the model in a forked process with the
+    default limit. `starts` uses fresh processes with a separate limit.
     """
 
     def __init__(self, timeout: float = DEFAULT_TIMEOUT_S) -> None:
