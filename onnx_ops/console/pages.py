@@ -62,7 +62,7 @@ class _EndpointDetail:
 
 @dataclass(frozen=True, slots=True)
 class _ReleaseDetail:
-    """One registered version. `problem` is the reason why no decisions are shown."""
+    """One registered version. `problem` is why its decisions were not judged again."""
 
     record: VersionRecord
     aliases: tuple[str, ...]
@@ -214,7 +214,7 @@ class Pages:
         """Return the stored report of a version.
 
         Raises:
-            NotFoundError: the version does not exist, or has no report.
+            NotFoundError: the version or its report does not exist.
             ServiceUnavailableError: the registry does not answer.
         """
         detail = await self._find_release(model, version)

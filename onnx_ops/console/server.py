@@ -33,7 +33,7 @@ The remaining connections of `MAX_FROM_SOURCE` are for loading pages, since all 
 one proxy.
 """
 _ALIVE_S = 15.0
-"""Time in seconds after which an idle stream sends a comment.
+"""Time in seconds after which an idle stream sends a comment at the next read of the endpoints.
 
 Without the comment, a proxy could close the stream.
 """

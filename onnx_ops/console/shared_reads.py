@@ -63,7 +63,7 @@ class SharedReads:
             result = self._results.get(key)
         if result is None:
             raise ServiceUnavailableError(
-                f"the data was not read within {self._wait_s:g} s", remedy="The page tries again."
+                f"the data was not read within {self._wait_s:g} s", remedy="Reload the page."
             )
         if result.error is not None:
             raise result.error

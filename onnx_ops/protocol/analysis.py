@@ -116,7 +116,7 @@ def parse_flagger_call(document: Mapping[str, Any]) -> FlaggerCall:
     The revisions are those of `metadata`, by default the names of Flagger's workloads.
 
     Raises:
-        UserError: a field is missing or is not a valid name, or `metadata` is not an object.
+        UserError: a field is missing or an invalid name, or `metadata` is not an object.
     """
     name = check_name(document.get("name"), "name")
     metadata = document.get("metadata") or {}

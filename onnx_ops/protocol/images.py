@@ -51,7 +51,7 @@ class ImageLimits:
     Attributes:
         max_bytes: size of one file.
         max_pixels: width times height.
-        max_images: number of images of one request.
+        max_images: number of images of one input in a request.
     """
 
     max_bytes: int = 10 << 20
@@ -72,8 +72,9 @@ def read_image_header(content: bytes) -> ImageHeader:
     """Return what the header of an encoded image announces.
 
     Raises:
-        UserError: the file is neither PNG nor JPEG, or is of a kind that is not decoded. The same
-            error is raised if the header is corrupt or truncated, or announces no pixels.
+        UserError: the file is of another format than PNG and JPEG, or of a kind that is not
+            decoded. The same error is raised if the header is corrupt or truncated, or announces no
+            pixels.
     """
     if content.startswith(_PNG):
         header = _read_png_header(content)

@@ -99,11 +99,11 @@ class AdminState:
 
     `state` is None before the first publication.
 
-    `failed` contains deployments that could not be loaded after a restart, and shadow deployments
-    without a process, with the reason. `out_of_service` contains deployments that crashed or
-    blocked workers, with the reason. They get no requests until the next publication.
-    `counting_failure` is the reason why a rollout currently gets no evidence; empty if nothing
-    failed. `memory` is None if it cannot be read, or no worker runs.
+    `failed` contains deployments that could not be loaded after a restart, with the reason. It also
+    contains shadow deployments without a process. `out_of_service` contains deployments that
+    crashed or blocked workers, with the reason. They get no requests until the next publication.
+    `counting_failure` is the reason why evidence for a rollout is currently missing; empty if
+    nothing failed. `memory` is None if reading it fails, or if no worker runs.
     """
 
     state: EndpointState | None
@@ -226,7 +226,8 @@ class Counts:
         failure: why evidence is currently missing, such as an error at the change of an epoch;
             empty if nothing failed.
         uptimes: uptimes by table, from the follower of a replica. Servers leave this field empty.
-        is_final: whether the follower has ended, so that these counts do not change any more.
+        is_final: whether the follower is ending. Only the last report can still replace these
+            counts.
         server: name of the replica, from the name of its report. Servers leave this field empty.
     """
 

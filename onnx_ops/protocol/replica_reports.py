@@ -44,11 +44,13 @@ class ReplicaStatus:
         replica: name of the replica, which is the same after a restart with the same folder.
         start: random id of this start of the replica.
         endpoint: the endpoint whose tables it follows.
-        adopted: number of the table that it serves; None before the first table.
+        adopted: number of the table that was published last to the running server; None before
+            that.
         loaded: manifests of the deployments that its server has loaded.
         failed: deployments that could not be loaded, or that lack their shadow process, with the
             reason. If the server's state could not be read, the only entry is `server`.
-        refused: why it does not serve a table newer than the adopted one; empty if it refuses none.
+        refused: why the publication of a table newer than the adopted one failed; empty if none
+            failed.
         skipped: objects in the folder of the tables that are not valid tables, with the reason.
         out_of_service: deployments that get no requests, with the reason.
         has_lease: whether it can give traffic to a candidate.

@@ -91,8 +91,8 @@ class ReplicaTable:
             `UserCountsRequest`; empty if none are compared.
         previous: digest of the bytes of the newest table when this one was planned; None for the
             first table.
-        judge_timeout_s: seconds after which a candidate loses its traffic if its rollout is not
-            analyzed any more; 0: never.
+        judge_timeout_s: seconds after which a candidate loses its traffic if the analyses of its
+            rollout have stopped; 0: never.
     """
 
     endpoint: str
@@ -141,7 +141,7 @@ def encode_table(table: StoredTable, signer: Signer | None) -> bytes:
 def decode_table(
     data: bytes, number: TableNumber, endpoint: str, verifier: Verifier | None
 ) -> StoredTable:
-    """Parse the object of a table. Without a verifier, signatures are not checked.
+    """Parse the object of a table. Signatures are checked only with a verifier.
 
     Raises:
         CorruptStateError: the object is too large, or is not a table of this endpoint with this
@@ -327,9 +327,9 @@ def plan_tables(
     """Return the table that loads new models, and the table of the state.
 
     Before a model gets its first traffic, all replicas must load it while the traffic stays
-    unchanged. The first table causes this load. It is None if there is no previous table, or if no
-    new model gets traffic. It is also None if a deployment with traffic gets other files or
-    settings. The previous traffic cannot continue in that case.
+    unchanged. The first table causes this load. It is None if `before` is None, or if no new model
+    gets traffic. It is also None if a deployment with traffic gets other files or settings. The
+    previous traffic cannot continue in that case.
 
     Args:
         sequence: sequence number of the ledger's entry (see `TableNumber`).

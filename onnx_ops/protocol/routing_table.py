@@ -89,8 +89,8 @@ def build_next_table(previous: RoutingTable | None, state: EndpointState) -> Rou
     """Return the table that publishes `state` after `previous`.
 
     Known deployments keep their order. New deployments and deployments with another manifest
-    precede them, in ascending order of traffic. The feedback key is unchanged. The table has no
-    fallback and needs no lease.
+    precede them, in ascending order of traffic. The feedback key is unchanged. `fallback` and
+    `is_leased` have their defaults.
     """
     known = {} if previous is None else {d.name: d.manifest for d in previous.state.deployments}
     manifests = {d.name: d.manifest for d in state.deployments}
@@ -116,8 +116,8 @@ def decode_table(data: bytes, *, where: str = "") -> RoutingTable:
     """Parse a table that `encode_table` wrote.
 
     Raises:
-        CorruptStateError: the data is not JSON, has another format or version, does not match its
-            checksum, or does not describe a table.
+        CorruptStateError: the data is not JSON, has another format or version, differs from its
+            checksum, or describes something else than a table.
     """
     try:
         document: Any = json.loads(data)

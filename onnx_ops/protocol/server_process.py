@@ -44,7 +44,7 @@ HANDOVER_SOCKET = "handover.sock"
 The next supervisor receives the listening sockets from them.
 """
 AUDIT_FILE = "audit.jsonl"
-"""Audit trail: one line per requested change and one per result."""
+"""Audit trail: one line per attempted change and one per result."""
 
 FINAL_COUNTS_FILE = "counts.json"
 """File with the `Counts` of a stopped server, including its last requests."""
@@ -123,7 +123,7 @@ class ContainerOptions:
         doc("Width times height of the largest encoded image; a larger one gets a 400."),
     ] = 1 << 24
     max_images: Annotated[
-        int, Ge(1), Le(65_536), doc("Encoded images of one request; further images get a 400.")
+        int, Ge(1), Le(65_536), doc("Encoded images of one input in a request; more get a 400.")
     ] = 32
     max_connections: Annotated[
         int,
@@ -264,7 +264,7 @@ class LocalHost:
         return f"{socket.gethostname()}:{os.getpid()}:{_started(os.getpid())}"
 
     def alive(self, holder: str) -> bool:
-        """Return whether a holder runs; True for other hosts and for invalid names."""
+        """Return whether a holder runs; True for other hosts, and without a process id."""
         host, _, rest = holder.partition(":")
         process, _, started = rest.partition(":")
         if host != socket.gethostname() or not process.isdecimal():
@@ -285,7 +285,7 @@ class LocalHost:
 def _started(process: int) -> str:
     """Return the start time of a process in clock ticks since boot.
 
-    The result is empty if the process does not run, and `unknown` if the time cannot be read.
+    The result is empty if the process has ended, and `unknown` if the time cannot be read.
     """
     # Some systems refuse access to the processes of other users.
     with contextlib.suppress(PermissionError):

@@ -79,7 +79,7 @@ def verify_delivery(
     # failed.
     if not hmac.compare_digest(signature, expected) or not 0 < len(delivery) <= _MAX_ID_CHARS:
         raise InvalidSignatureError(
-            "the delivery is not signed with this receiver's secret, or its id does not have 1 to "
+            "the signature of the delivery is missing or wrong, or its id does not have 1 to "
             f"{_MAX_ID_CHARS} characters"
         )
     if not _SECONDS.fullmatch(timestamp) or abs(now - int(timestamp)) > TOLERANCE_S:

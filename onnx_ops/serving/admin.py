@@ -130,8 +130,8 @@ class AdminApp(HttpApp):
     def post_counts(self, _head: RequestHead, body: bytes) -> RawResponse:
         """Return the counts, including counts by user of the requested deployments.
 
-        The status is 400 if the body is not a valid `UserCountsRequest`. There are no counts by
-        user while a requested deployment gets no requests (see `Supervisor.collect_counts`).
+        The status is 400 if the body is not a valid `UserCountsRequest`. There are counts by user
+        only while every requested deployment gets requests (see `Supervisor.collect_counts`).
         """
         try:
             message = codec.loads(body, UserCountsRequest)
@@ -199,11 +199,12 @@ def _build_response(content: bytes, status: int = 200) -> RawResponse:
 
 
 class AuditTrail:
-    """File in which each publication of a state and its result are recorded durably.
+    """File in which each attempt to publish a state and its result are recorded durably.
 
-    A publication that cannot be recorded is not applied (ServiceUnavailableError). `actor` is
-    `token` for clients with the admin token. For clients of the Unix socket, it is `uid:N` with the
-    user id of the server.
+    Requests that `TablePublisher.is_published` refuses, or that change nothing, are left out. A
+    publication that cannot be recorded fails (ServiceUnavailableError). `actor` is `token` for
+    clients with the admin token. For clients of the Unix socket, it is `uid:N` with the user id of
+    the server.
     """
 
     def __init__(self, folder: Path) -> None:

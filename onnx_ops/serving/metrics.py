@@ -499,7 +499,7 @@ def count_queued_request(
 ) -> None:
     """Count one request that was queued, or whose latency is not comparable.
 
-    `service_seconds` is its latency without its time in the queue; 0 if it is not comparable.
+    `service_seconds` is its latency minus its time in the queue; 0 if it is not comparable.
     """
     row[_COLUMN_OF.get(status, OTHER_STATUS)] += 1
     row[QUEUED_BUCKETS + bisect_left(BOUNDS_S, seconds)] += 1

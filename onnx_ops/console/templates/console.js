@@ -10,7 +10,7 @@
     return new Set([...from.querySelectorAll("details")].map((d, i) => d.open ? i : -1));
   }
 
-  // Replaces a block; opened details stay open, and the focus stays on the same link or field.
+  // Replaces a block; opened details stay open, and the focus stays at the same position.
   function replace(old, fresh) {
     const opened = open(old), active = document.activeElement;
     const items = (from) => [...from.querySelectorAll("a, summary, [tabindex]")];

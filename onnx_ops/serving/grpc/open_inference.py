@@ -213,8 +213,8 @@ def decode_request(data: bytes) -> Any:
     """Return the parsed ModelInferRequest.
 
     Parsing turns a field of two bytes into an object of a hundred bytes. Therefore the fields of
-    the message and of its inputs are counted before parsing. The elements of typed contents are not
-    counted, because parsing creates no object for each of them.
+    the message and of its inputs are counted before parsing. The count leaves out the elements of
+    typed contents, because parsing creates no object for each of them.
 
     Raises:
         UserError: the message is malformed.

@@ -294,8 +294,8 @@ class PublicApp(HttpApp):
 
         Raises:
             NotFoundError: the model, version or deployment does not exist.
-            ServiceUnavailableError: the deployment is not loaded or is out of service, the server
-                has no lease, or this worker has no current table.
+            ServiceUnavailableError: the deployment is out of service, the server lacks its lease,
+                or this worker lacks the deployment or the current table.
         """
         loaded = self.service.choose(model, number, head)
         self.service.check_in_service(loaded)
@@ -313,7 +313,7 @@ class PublicApp(HttpApp):
 
         Raises:
             NotFoundError: the model or version does not exist.
-            ServiceUnavailableError: the version is not loaded, or this worker has no current table.
+            ServiceUnavailableError: this worker lacks the version or the current table.
         """
         snapshot = self._deployments.get_current()
         if model is not None and model != snapshot.model:

@@ -118,7 +118,8 @@ class TimedConnection(asyncio.Protocol):
 
     Attributes:
         stage: what the connection does, such as `READING`.
-        since: when this stage began, on the clock of `ConnectionLimits.now`.
+        since: when this stage began, on the clock of `ConnectionLimits.now`; unused in the stage
+            `ANSWERING`.
     """
 
     transport: asyncio.Transport
@@ -132,7 +133,7 @@ class TimedConnection(asyncio.Protocol):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ConnectionLimits:
-    """Limits and clock of all connections of one worker (see `ServerOptions`).
+    """Limits and clock of the connections of a worker, or of an admin listener.
 
     Attributes:
         now: monotonic time in seconds, which `watch` reads a few times a second.
@@ -173,8 +174,8 @@ class ConnectionLimits:
     def admit(self, connection: TimedConnection) -> bool:
         """Admit a connection if possible; return whether it is admitted.
 
-        If the limit is reached, an idle or slow connection is closed to admit the new one. Without
-        such a connection, the new one is not admitted.
+        If the limit is reached, an idle or slow connection is closed to admit the new one. If
+        there is no such connection, the new one is refused.
         """
         if len(self.open) >= self.max_connections:
             victim = None

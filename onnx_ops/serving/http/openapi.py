@@ -21,7 +21,7 @@ from onnx_ops.serving.inference.tensors import DATATYPE_OF
 Schema = dict[str, Any]
 
 _ERRORS = {
-    "400": "The request is not valid or does not fit the model; the message names the problem.",
+    "400": "The request is invalid or does not fit the model; the message names the problem.",
     "403": "The Host or Origin header is not allowed.",
     "404": "The model, version or deployment does not exist.",
     "413": "The body exceeds a limit of the server, such as its size or number of values.",
@@ -29,7 +29,7 @@ _ERRORS = {
     "422": "The inputs fit the signature, but the model rejects them. Invocations get status 500.",
     "429": "The queue of the server is full.",
     "500": "The model failed on these inputs, or the server has an internal error.",
-    "503": "No deployment is available, the server has no lease that it needs, or it has too many "
+    "503": "No deployment is available, the server lacks a lease that it needs, or it has too many "
     "connections or bytes of request bodies.",
     "504": "The request was queued past its deadline, or its run took too long.",
 }

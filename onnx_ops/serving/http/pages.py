@@ -2,7 +2,7 @@
 
 The description is generated from the OpenAPI document of the endpoint.
 
-The pages have no script and load nothing. Names of models and tensors can be any text, so the
+Each page is one file of HTML and CSS. Names of models and tensors can be any text, so the
 template escapes every value.
 """
 
@@ -102,7 +102,7 @@ th,td{padding:.3rem .5rem .3rem 0;text-align:left;vertical-align:top;border-bott
 </ul>
 {% if served %}
 <h2>Traffic</h2>
-<p>{{ rollout }} Generation {{ generation }} of the routing table, served here since {{ since }}. Counts
+<p>{{ rollout }} Generation {{ generation }} of the routing table, loaded by this worker at {{ since }}. Counts
 are those of this server since it started.</p>
 <div class="scroll"><table><thead><tr><th>version<th>variant<th>share<th>requests<th>errors<th>rejected<th>state</thead>
 <tbody>

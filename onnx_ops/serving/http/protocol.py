@@ -361,7 +361,7 @@ class HttpProtocol(TimedConnection):
         if version not in ("1.1", "1.0"):
             raise RequestRejectedError(505, f"HTTP/{version} is not supported: use HTTP/1.1")
         if method == b"CONNECT":
-            raise RequestRejectedError(400, "CONNECT is not supported: this server is not a proxy")
+            raise RequestRejectedError(400, "CONNECT is not supported: only proxies need it")
         if version == "1.1" and b"host" not in head:
             raise RequestRejectedError(
                 400, "the request has no Host header, which HTTP/1.1 requires"

@@ -169,8 +169,8 @@ class CellCounter:
     def _count_lost(self, slot: int, cell: int) -> None:
         """Count the request that this worker's predecessor lost, as an error.
 
-        The predecessor was running the request on its event loop when it died. Nothing is counted
-        if the deployment of the request is not watched.
+        The predecessor was running the request on its event loop when it died. The request is
+        counted only if the split has routed it, and its deployment is watched.
         """
         side = _read_sides(self._header).get(slot)
         blocks = [

@@ -98,7 +98,8 @@ class DeployedModel:
         The size of a decompressed body is charged with `charge`.
 
         Raises:
-            UserError: the body cannot be decompressed, is too large, or does not fit the model.
+            UserError: the decompression of the body fails, or the body is too large or does not fit
+                the model.
             ServiceUnavailableError: raised by `charge`.
         """
         if route.coding:
@@ -473,7 +474,7 @@ class LoadedDeployments:
         """Return the snapshot of the published revision, after switching to a new one.
 
         Raises:
-            ServiceUnavailableError: no table is published yet, or this worker has not prepared it.
+            ServiceUnavailableError: no table is published yet, or this worker lacks it.
         """
         snapshot = self._snapshot
         revision = self._header[0]
@@ -612,7 +613,7 @@ class LoadedDeployments:
     def _build_control(
         self, table: RoutingTable, deployments: Mapping[str, LoadedDeployment]
     ) -> ControlReplica | None:
-        """Return the control replica; None if it is not needed or cannot be loaded.
+        """Return the control replica; None if it is unnecessary or cannot be loaded.
 
         A model of more than `MAX_REPLICA_BYTES` has none.
         """

@@ -47,9 +47,10 @@ class FeedbackCounter:
 
     Each worker stores its last request ids in memory that all workers read. The entry of a request
     is one number, at the index that the hash of the id selects. It consists of 36 bits of the hash,
-    the last 8 bits of the split's number, 14 bits of the user's cell, and 6 bits of the slot. A
-    later request can overwrite the entry; feedback on the earlier request is then unknown. Each id
-    is counted once. Feedback by key refers to the last response to the user's cell.
+    and the last 8 bits of the split's number. Then come 14 bits of the user's cell, and 6 bits of
+    the slot. A later request can overwrite the entry; feedback on the earlier request is then
+    unknown. Each id is counted once. Feedback by key refers to the last response to the user's
+    cell.
 
     Any server of the endpoint accepts the token of a response (see `FeedbackTokens`). Each server
     counts a token once (for exceptions, see `_admit`). All workers store the stamps of counted
@@ -71,7 +72,7 @@ class FeedbackCounter:
 
         In the entry of a cell, the split and the epoch are the highest bits. So the highest entry
         of all workers belongs to the latest response. One call writes both entries, because the
-        method is called for every request.
+        method is called for every request that the split has routed.
         """
         if cell != KEYLESS_CELL:
             self._answers[cell] = (split << _EPOCH_BITS | epoch) << _SLOT_BITS | slot

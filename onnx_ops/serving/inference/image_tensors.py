@@ -28,8 +28,8 @@ IMAGE_DTYPE = "image"
 class ImageReader(TensorReader):
     """Reader of the encoded images of one input.
 
-    The methods raise UserError if a request does not fit the input or the limits, or if an image
-    cannot be decoded.
+    The methods raise UserError if a request does not fit the input or the limits, or if decoding an
+    image fails.
     """
 
     __slots__ = ("_limits",)
@@ -42,9 +42,7 @@ class ImageReader(TensorReader):
         """Validate the shape in a request, and return it with the number of images."""
         shape, count = super().check_shape(given)
         if not 1 <= count <= self._limits.max_images:
-            raise self.error(
-                f" holds {count} images; a request must hold 1 to {self._limits.max_images}"
-            )
+            raise self.error(f" holds {count} images; it must hold 1 to {self._limits.max_images}")
         return shape, count
 
     def read_json(

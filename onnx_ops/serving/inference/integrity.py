@@ -125,8 +125,8 @@ class ModelCopies:
     def fetch(self, deployment: Deployment) -> Path:
         """Return the folder with the verified copy of a deployment's files.
 
-        The files are copied if there is no intact copy. Without a trust policy, no signature is
-        required.
+        The files are copied if there is no intact copy. A signature is required only with a trust
+        policy.
 
         Raises:
             RefusedError: `TrustPolicy.authorize` refuses the deployment, or its target declares no

@@ -154,7 +154,7 @@ def open_session(
             which the optimized model is written.
 
     Raises:
-        InfrastructureError: an execution provider is not available, or does not start.
+        InfrastructureError: an execution provider is missing, or fails to start.
         Exception: one of `RUNTIME_ERRORS`, if the runtime cannot load the model.
     """
     execution = execution or Execution()
@@ -322,14 +322,12 @@ class PackedModelCache:
             if not _is_aligned(temporary / _PACKED_MODEL):
                 original = _save_packed(path, temporary, open_model, _MIN_ALIGNED_BYTES)
             if not _is_aligned(temporary / _PACKED_MODEL):
-                _log.warning(
-                    "%s is not cached packed: the runtime has not aligned its weights", path
-                )
+                _log.warning("%s is not cached packed: the runtime left weights unaligned", path)
                 return original
             packed = open_model(temporary / _PACKED_MODEL, optimize=False)
             if not return_same_bits(original, packed):
                 _log.warning(
-                    "%s is not cached packed: sample inputs do not show equal outputs", path
+                    "%s is not cached packed: sample inputs give other outputs or errors", path
                 )
                 return original
             (temporary / _ENTRY).write_text(

@@ -38,8 +38,9 @@ _SERVER_ERROR = 500
 RequestRecord = tuple[float, bytes | None, bytes | None, InferenceRoute, str, int, float, float]
 """An answered request.
 
-The fields are, in order: when the response was ready, in seconds since the epoch; request id; trace
-context; route; name of the deployment; status; seconds in the queue; seconds in total.
+The first field is the time when the response was ready, in seconds since the epoch. Then follow the
+request id, the trace context, the route, the name of the deployment, and the status. The last two
+are the seconds in the queue, and the seconds in total.
 """
 Writer = Callable[[Sequence[RequestRecord]], object]
 """Function that writes records. It can raise any exception."""
@@ -92,7 +93,7 @@ class RequestLog:
                     write(records)
                 except Exception as error:
                     _log.warning(
-                        "%d requests are not logged: %s: %s",
+                        "a log of %d requests could not be written: %s: %s",
                         len(records),
                         type(error).__name__,
                         error,

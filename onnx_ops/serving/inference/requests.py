@@ -4,8 +4,8 @@ For a body that is malformed or does not fit the model, the functions raise `Use
 subclass `TooLargeError`. If one tensor is the cause, the message names it.
 
 - https://github.com/kserve/open-inference-protocol (inference_rest.md), and its extension for
-  binary data as in Triton and KServe: `Inference-Header-Content-Length` bytes of JSON, then the
-  bytes of the tensors one after another.
+  binary data as in Triton and KServe. Such a body is `Inference-Header-Content-Length` bytes of
+  JSON, then the bytes of the tensors one after another.
 - https://mlflow.org/docs/latest/ml/deployment/deploy-model-locally/ (inference server
   specification)
 """

@@ -151,7 +151,7 @@ def format_deployment_headers(deployment: str) -> bytes:
 def format_echoed_headers(head: RequestHead) -> bytes:
     """Return the header lines that copy the request id and the trace context.
 
-    Values of more than `_MAX_ECHO_BYTES`, and values that are not printable ASCII, are not copied.
+    Only values of printable ASCII with at most `_MAX_ECHO_BYTES` are copied.
     """
     lines = b""
     for name in _ECHOED:
@@ -173,7 +173,7 @@ def encode_outputs(
 ) -> tuple[bytes, bytes]:
     """Return the body of a response, and the header lines that describe it.
 
-    JSON has no NaN and no infinities, so they are written as null. The binary form can represent
+    JSON lacks NaN and infinities, so they are written as null. The binary form can represent
     them.
 
     Raises:

@@ -237,7 +237,7 @@ class InferenceService:
     def _fall_back(self, snapshot: TableSnapshot) -> LoadedDeployment:
         """Return the deployment that answers without a lease; count the request as lapsed.
 
-        The split has not routed the request, so the request is not evidence.
+        The fallback answers regardless of the split, so the request is not evidence.
         """
         self._process[LAPSED] += 1
         return snapshot.get_deployment(snapshot.router.fallback)
@@ -361,8 +361,8 @@ class InferenceService:
 
         Raises:
             NotFoundError: the endpoint has no such model, version or deployment.
-            ServiceUnavailableError: the deployment is not loaded, the server has no lease, or this
-                worker has no current table.
+            ServiceUnavailableError: the server lacks its lease, or this worker lacks the deployment
+                or the current table.
         """
         snapshot = self._get_served()
         requested = self._find_requested(
@@ -488,7 +488,7 @@ class InferenceService:
         received is counted, even if this process is killed directly afterwards.
 
         Args:
-            service_s: seconds without the time in the queue; 0 if the latency is not comparable.
+            service_s: seconds minus the time in the queue; 0 if the latency is not comparable.
             is_judged: whether the request is evidence about its version.
         """
         if loaded is None:

@@ -69,8 +69,9 @@ _CODINGS = (b"", *CODINGS)
 _PREFIX = struct.Struct("<5Qd?B")
 """The fields of a message before its buffers.
 
-The fields are, in order: sizes of content type, binary length, header lines, request body and
-response body; tolerance; whether the request is an invocation; number of the content coding.
+The first five are the sizes of content type, binary length, header lines, request body and response
+body. Then follow the tolerance, whether the request is an invocation, and the number of the content
+coding.
 """
 
 

@@ -54,8 +54,8 @@ class InferenceRequest:
         outputs: the requested outputs, in the order of the response.
         rows: length of axis 0; 0 if the request cannot be batched. In a request that can be
             batched, axis 0 is free in all inputs of the feed and in all outputs. It has the same
-            length in all inputs. There are no images and, if the model pads texts, no texts above
-            `_LONG_TEXT`.
+            length in all inputs. There are no images. If the model pads texts, all texts have at
+            most `_LONG_TEXT` characters.
         request_id: the client's id of the request, which is copied to the response.
         binary: for each output, whether its data is written in the binary form; empty if none is.
         is_sagemaker: whether the content type contains the length of the JSON, because SageMaker

@@ -297,7 +297,7 @@ def parse_document(body: bytes) -> tuple[Any, bool]:
     In a body of at least `LARGE_BODY_BYTES`, arrays of numbers can become `LazyArray`.
 
     Raises:
-        UserError: the body is not strict JSON, which has no NaN and no infinities.
+        UserError: the body is not strict JSON, which excludes NaN and infinities.
         TooLargeError: the body exceeds `MAX_VALUES`, `MAX_CONTAINERS` or `MAX_KEYS`.
     """
     literals = may_contain_literals(body)

@@ -113,8 +113,8 @@ def get_shadow_path(folder: Path, origin: str, slot: int) -> Path:
 def receive_sockets(folder: Path, host: str, port: int) -> ListenerSockets | None:
     """Return the sockets of workers whose supervisor has died.
 
-    Return None if there are no such workers, or if they do not answer in time. Return None also if
-    the socket has another host or port.
+    Return None if there are no such workers, or if they answer too late. Return None also if the
+    socket has another host or port.
     """
     try:
         with connect_unix(folder / HANDOVER_SOCKET, timeout_s=_HANDOVER_S) as client:

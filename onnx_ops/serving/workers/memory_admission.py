@@ -187,7 +187,7 @@ def estimate_restarts(pids: Collection[int], size: int, before_bytes: int) -> in
 def measure_server_memory(pids: Collection[int]) -> ServerMemory | None:
     """Return the memory that running workers use, and the memory that is available.
 
-    The result is None if the memory cannot be read, or no worker runs. Call the function in the
+    The result is None if reading the memory fails, or if no worker runs. Call the function in the
     process that has forked the workers, because workers start with the private memory of that
     process.
     """

@@ -1,7 +1,7 @@
 """The supervisor, which runs the workers and publishes the routing table.
 
-It owns the folder and the sockets of the server. It has imported the server's modules, but loads no
-model and starts no thread. So it can fork a worker at any time.
+It owns the folder and the sockets of the server. It has imported the server's modules, but leaves
+models and threads to the processes that it forks. So it can fork a worker at any time.
 """
 
 from __future__ import annotations
@@ -335,8 +335,8 @@ class Supervisor:
         """Begin an epoch whenever the previous one ends, while the split has epochs.
 
         After an error, the epoch is not evidence, and the change is repeated after a pause. If this
-        task ended instead, no epoch would close any more, and a rollout would wait forever without
-        a stated reason.
+        task ended instead, a rollout would wait forever for further epochs, without a stated
+        reason.
         """
         counts, what = self._publisher.counts, "the next epoch could not be started"
         while True:

@@ -100,7 +100,7 @@ async def measure_cold_start(
 ) -> float:
     """Return the seconds until deployments are loaded and warm in a separate process.
 
-    The memory is not checked, because no worker will load the deployments.
+    The check of the memory is left out, because no worker will load the deployments.
 
     Raises:
         OnnxOpsError: a deployment cannot be loaded (see `load_model`).

@@ -206,8 +206,8 @@ def load_deployment(
 class Worker:
     """One worker process, with the objects that it inherits from the supervisor.
 
-    `revision` is the revision that was published when the worker was forked. If `refusal` is not
-    empty, the worker must not load this revision, and `refusal` states why.
+    `revision` is the revision that was published when the worker was forked. `refusal` states why
+    the worker must not load this revision; empty if it can load the revision.
     """
 
     number: int

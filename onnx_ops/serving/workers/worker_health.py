@@ -84,8 +84,8 @@ def share_death(runs: Mapping[int, RunCounts]) -> Mapping[int, Fraction]:
     Each run in progress gets the same share. If requests end workers with every version, the
     charges of the versions are proportional to their running times. So a comparison per request
     shows no difference. With equal shares for all deployments, a deployment with a tenth of the
-    traffic would get half of the deaths under full load. The share of a run that the split has not
-    routed is charged to no deployment.
+    traffic would get half of the deaths under full load. The share of a run is charged only if the
+    split has routed the run.
     """
     total = sum(counts.total for counts in runs.values())
     return {slot: Fraction(counts.routed, total) for slot, counts in runs.items() if counts.routed}

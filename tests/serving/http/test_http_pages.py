@@ -256,7 +256,10 @@ def test_start_page_shows_versions_with_shares_requests_and_errors() -> None:
     ]
     words = Page(page).words
     assert "A rollout is at 10 %: version 2 has 10 % of the traffic." in words
-    assert "Generation 7 of the routing table, served here since 1970-01-01 00:00:00 UTC" in words
+    assert (
+        "Generation 7 of the routing table, loaded by this worker at 1970-01-01 00:00:00 UTC"
+        in words
+    )
 
 
 def test_start_page_after_rejected_request_counts_it(worker: Worker) -> None:
