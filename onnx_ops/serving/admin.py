@@ -199,7 +199,7 @@ def _build_response(content: bytes, status: int = 200) -> RawResponse:
 
 
 class AuditTrail:
-    """File in which each attempt to publish a state and its result are recorded durably.
+    """File that durably records each attempt to publish a state, and its result.
 
     Requests that `TablePublisher.is_published` refuses, or that change nothing, are left out. A
     publication that cannot be recorded fails (ServiceUnavailableError). `actor` is `token` for

@@ -390,8 +390,8 @@ class GrpcServer:
     async def serve(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set, then wait for requests in progress.
 
-        The wait ends after the drain time. A stream that then has no request in progress ends with
-        UNAVAILABLE.
+        The wait ends after the drain time at the latest. Streams that are still open after the wait
+        end with UNAVAILABLE.
         """
         watching = asyncio.create_task(self._health.watch())
         await stop.wait()
