@@ -173,7 +173,7 @@ def _decode(content: bytes, header: ImageHeader) -> None:
     computes few of the pixels.
 
     Raises:
-        UserError: the image is corrupt or truncated, or its size differs from `header`.
+        UserError: Pillow cannot decode the image, or its size differs from `header`.
     """
     from PIL import Image
 
@@ -185,5 +185,5 @@ def _decode(content: bytes, header: ImageHeader) -> None:
             image.load()
     except Exception as error:  # Pillow raises errors of many types for a corrupt file.
         raise UserError(
-            f"the {header.format} file is corrupt or truncated", why=str(error)[:200]
+            f"the {header.format} file could not be decoded", why=str(error)[:200]
         ) from error

@@ -95,7 +95,7 @@ def test_read_infer_reads_images_from_json_binary_form_and_raw_body() -> None:
         (build_tensor(PNG, data=["\u00e9===="]), "image 0 is not in base64"),
         (build_tensor(PNG, data="abc"), "a list of 1 strings"),
         (build_tensor(PNG, datatype="UINT8"), "must be BYTES"),
-        (build_tensor(PNG, PNG[:50]), "image 1: the PNG file is corrupt or truncated"),
+        (build_tensor(PNG, PNG[:50]), "image 1: the PNG file could not be decoded"),
         (build_tensor(PNG, b"x" * 9000), "image 1 has more than 5000 bytes"),
         (build_tensor(b"x" * 5001), "image 0: the image has 5001 bytes"),
     ],
