@@ -78,7 +78,7 @@ The end is in nanoseconds since boot; 0 means no lease.
 SERVING_LEASE = 63
 """Index in the header: the end of the lease that a leased table needs.
 
-Without this lease, the server refuses all requests. The unit is that of `LEASE`.
+A server with such a table refuses all requests after this time. The unit is that of `LEASE`.
 """
 HEARTBEAT = 0
 """Index in a worker's state: the last heartbeat of its event loop.

@@ -369,9 +369,9 @@ def _build_limit_error(
     text: str, limits: str, deployments: Sequence[Deployment]
 ) -> InfrastructureError:
     why = (
-        f"the load exceeds the memory limit: {limits}"
+        f"the load could not allocate memory, and {limits}"
         if limits
-        else "the system does not have enough memory for the load"
+        else "the load could not allocate the memory that it needs"
     )
     return _build_load_error(deployments, f"{why}; {text}" if text else why, _RAISE_LIMIT)
 

@@ -168,7 +168,7 @@ def test_publish_of_model_beyond_process_memory_limit_is_refused(
     start: Callable[..., Server], tmp_path: Path
 ) -> None:
     error = refused(start(LIMITED), large(tmp_path / "large", 2 * LIMIT))
-    assert "memory limit" in error["why"]
+    assert "could not allocate memory" in error["why"]
     assert f"address space of a worker is limited to {LIMIT >> 20} MiB" in error["why"]
     assert "smaller variant" in error["remedy"]
 
