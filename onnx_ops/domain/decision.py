@@ -47,7 +47,7 @@ class TargetObjective:
     """The preference on one target, and what the target costs.
 
     `price` is the cost per hour in any currency. It is None if it is unknown, or if the objective
-    is not cost.
+    is another one than cost.
     """
 
     objective: Preference = "latency"
@@ -109,7 +109,7 @@ def combine_verdicts(verdicts: Iterable[Verdict]) -> Verdict:
 class SliceResult:
     """The result of a gate on one slice of the rows.
 
-    `verdict` is None for a slice that is not judged, because it has too few rows or groups.
+    `verdict` is None for a slice that has too few rows or groups to be judged.
     `p_value` is the chance of an estimate at least as bad if the truth were at the limit. It is
     corrected for all judged slices (Holm). The other fields are those of `GateResult`.
     """
@@ -239,8 +239,8 @@ class RecheckResult:
     """The result of measuring a champion again.
 
     `verdict` is FAIL if a gate fails that did not fail before, or if a measurement has changed by
-    more than its gate allows. It is ERROR if the champion could not be measured, and INCONCLUSIVE
-    if the measurements permit no conclusion. `changed` lists differences of the runtime and the
+    more than its gate allows. It is ERROR if the measurement failed, and INCONCLUSIVE if the
+    measurements permit no conclusion. `changed` lists differences of the runtime and the
     machine. `measured` is the number of measurements.
     """
 

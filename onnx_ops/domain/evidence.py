@@ -166,11 +166,11 @@ class ParityMeasurement:
     is computed from the graph (see `statistics.parity.measure_output`). `columns` are the columns
     on real rows where small errors are hardest to detect.
 
-    For integer and string outputs, `error` is the share of rows that differ. Rows for which
+    For outputs other than floats, `error` is the share of rows that differ. Rows for which
     rounding can change the source's answer are not counted. `mismatch` names a difference that no
     tolerance covers, such as another shape, other non-finite values, or an error of the export.
-    `tolerance` is the fixed tolerance that replaces the noise where the source does not run in
-    float64.
+    `tolerance` is the fixed tolerance that replaces the noise where the source runs in only one of
+    float32 and float64.
 
     A source with discontinuities (trees) is also run on inputs that are jittered by rounding. Of
     the rows that differ beyond the noise, `explained` counts those within the range of the source's
@@ -236,8 +236,8 @@ class WeightMeasurement:
     not explain the distance; otherwise it is None. It is the mean square error of the layer's
     outputs on real rows, relative to the error with plain rounding. For a bias (`bias`), it is
     relative to the error of the layer with the original bias. `stretch` is the range of the type's
-    levels divided by the range of the levels in use. It is None where it is not measured, such as
-    for weights without 8-bit levels.
+    levels divided by the range of the levels in use. It is measured only for weights with 8-bit
+    levels, and is None for other weights.
     """
 
     tensor: str
@@ -314,9 +314,9 @@ class ScoreComparison:
     `metric` is the label of its definition; `against` is as in `PairedCounts`. `baseline` is the
     other model's value on the same rows, and `reference` is this value with its interval.
     `difference` is candidate minus baseline, and `ratio` is candidate divided by baseline; each is
-    None where it is undefined for the metric. If there is no value, one field gives the reason:
-    `undefined` (the metric is undefined on these rows), `failed` (the measurement failed) or
-    `broken` (the model's own outputs are NaN or infinite, a failure of the model).
+    None where it is undefined for the metric. If there is no value, one field gives the reason.
+    `undefined`: the metric is undefined on these rows. `failed`: the measurement failed. `broken`:
+    the model's own outputs are NaN or infinite, a failure of the model.
 
     `groups` is the number of groups if the data names groups; 0 otherwise. `effective` is the
     effective number of rows (or groups) that contribute to the candidate's error: (sum of errors)^2

@@ -436,7 +436,10 @@ class TaskMetricGate(Gate):
     min: Annotated[Fraction | None, doc("Smallest tolerated value.")] = None
     max: Annotated[
         Amount | None,
-        doc(f"{list_errors()}, custom errors: largest tolerated value, in the label's unit."),
+        doc(
+            f"{list_errors()}, custom errors: largest tolerated value, as a plain number; for wer, "
+            "0.12 is 12 %."
+        ),
     ] = None
 
     @property
@@ -446,7 +449,7 @@ class TaskMetricGate(Gate):
 
     @property
     def is_share(self) -> bool:
-        """Whether values are shares; otherwise they have the label's unit.
+        """Whether values are shares; otherwise they are plain numbers.
 
         The values of a custom metric are treated as shares if higher values are better.
         """
@@ -484,11 +487,11 @@ class MetricGate(TaskMetricGate):
 FEWEST_SLICE_ROWS = 20
 """Number of rows below which no slice is judged.
 
-Metrics that do not count right rows have no interval for fewer rows.
+For fewer rows, only metrics that count right rows have an interval.
 """
 
 _USUAL_SLICE_ROWS = 50
-"""Fewest rows of a judged slice, if no key sets them and no limit needs more."""
+"""Default fewest rows of a judged slice, unless a limit needs more."""
 
 _ERROR = 0.05
 """Error rate of one end of an interval."""
@@ -586,7 +589,7 @@ class LatencyGate(TargetGate):
         return MeasurementRequest(tolerances=tolerances)
 
     def find_problems(self) -> Iterator[tuple[str, str]]:
-        """Yield a problem if a limit is missing, cannot be met or has no effect."""
+        """Yield a problem if a limit is missing, unreachable or without effect."""
         if self == LatencyGate():
             yield (
                 "",

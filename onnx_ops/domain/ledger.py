@@ -133,9 +133,9 @@ class RollbackRequested:
 
     The versions that the action rejects are rejected from this entry on.
 
-    The rollback is pending until an outcome confirms that the endpoint was observed in the
-    requested state, or until an operator withdraws the rollback. `by_operator` is False if metrics
-    or the registry requested the rollback.
+    An outcome which confirms that the endpoint was observed in the requested state completes the
+    rollback. While it is pending, an operator can withdraw it. `by_operator` is False if the
+    reconciler decided the rollback, for example because of metrics.
     """
 
     kind: Literal["rollback-requested"] = "rollback-requested"
@@ -249,7 +249,7 @@ class ThresholdsFixed:
 
     They were computed before the candidate got any request. `thresholds` apply to the stable
     version and `slower` to the candidate. Both are None if there were too few requests, or if the
-    metrics source has no latencies.
+    metrics source lacks latencies.
     """
 
     kind: Literal["thresholds-fixed"] = "thresholds-fixed"
@@ -273,7 +273,8 @@ class MetricsRecorded:
 class RolloutPaused:
     """The rollout waits for an operator.
 
-    No further entry is written while the step and the kind of wait stay the same.
+    A further entry follows only after an operator's command, or if the step or the kind of wait
+    changes.
     """
 
     kind: Literal["rollout-paused"] = "rollout-paused"
@@ -296,7 +297,10 @@ class ServerWrittenOff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotificationSent:
-    """This notifier has sent all notifications of the entries up to `of`."""
+    """This notifier has no more notifications to send of the entries up to `of`.
+
+    It has sent them. When a notifier is first used, older notifications are omitted.
+    """
 
     kind: Literal["notification-sent"] = "notification-sent"
     notifier: str
@@ -392,8 +396,9 @@ class ReleaseState:
         open_intent: the action in progress.
         generation: sequence of the last intent, open or closed, or of a later requested rollback.
             It orders the effects on the endpoint.
-        decision_sequence: sequence of the entry that decided the last action: its first intent, or
-            the request of the rollback.
+        decision_sequence: sequence of the entry that decided the last action: its intent, or the
+            request of the rollback. An intent that replaces an open intent with the same action
+            does not change it.
         command: the operator's command that is not carried out yet, from entry `command_sequence`.
         pending_aliases: aliases that are not yet written to the registry.
         aliases: registry aliases as last written.
@@ -419,7 +424,7 @@ class ReleaseState:
         observations: counts of the rollout in progress.
         open_refusal: the refusal in entry `refusal_sequence` whose alias is not reverted yet.
         pause: the reason for which the rollout waits for an operator.
-        notified: sequence up to which each notifier has sent.
+        notified: `of` in the last `NotificationSent` of each notifier.
         written_off: servers that were declared gone, with the reason. A server that reports again
             stays among these, although rollbacks wait for it.
     """
@@ -462,7 +467,7 @@ class ReleaseState:
     written_off: Mapping[str, str] = field(default_factory=dict)
 
     def find_rejection(self, deployment: Deployment | VersionRecord) -> str | None:
-        """Return why this version must not return automatically, or None."""
+        """Return why this version must not return automatically; None if it can."""
         return self.rejected.get(deployment.release, self.rejected.get(deployment.manifest))
 
 
@@ -568,9 +573,9 @@ def _withdraw(state: ReleaseState) -> ReleaseState:
 def _unbind(state: ReleaseState, *, keeps_overrides: bool) -> ReleaseState:
     """Return the initial state of a later endpoint with this name.
 
-    The state keeps rejections and the generation: a version that failed here must not return, and
-    generations must not restart. It also keeps the keys, which overrides were used, what notifiers
-    have sent and, with `keeps_overrides`, the overrides.
+    The state keeps rejections, so that a version that failed here does not return. It keeps the
+    generation, since generations only grow. It also keeps the keys, which overrides were used, what
+    notifiers have sent and, with `keeps_overrides`, the overrides.
     """
     return ReleaseState(
         endpoint=state.endpoint,

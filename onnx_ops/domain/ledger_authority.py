@@ -2,7 +2,7 @@
 
 A user who can write the ledger's storage can add entries. An entry without a signature can only
 record facts, restrict, restore what was granted, or return traffic to a granted version. A signed
-entry made that version stable, and no later entry rejected it without an override.
+entry made that version stable, and the version is not rejected or has an override.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ _UPKEEP = (ActionKind.RESTORE, ActionKind.RETIRE, ActionKind.CLEAN_UP, ActionKin
 def explain_grant(state: ReleaseState, body: EntryBody) -> str:
     """Return what the next entry grants; empty if the entry needs no signature.
 
-    The text is a verb phrase whose subject is the entry. Entries of a model and target without
-    endpoint grant nothing.
+    The text is a verb phrase whose subject is the entry. It is also empty for the ledger of a model
+    and target without an endpoint.
     """
     if "@" in state.endpoint or isinstance(body, RECORDS):
         return ""

@@ -73,13 +73,13 @@ def parse_pinned_address(place: str) -> PinnedAddress:
     """Return the parts of an address.
 
     Raises:
-        UserError: the address is not pinned, or is not valid.
+        UserError: the address has no pin, or is invalid.
     """
     return _parse_hub_address(place) if place.startswith(HUB) else _parse_url(place)
 
 
 def find_pin_problem(place: str) -> str:
-    """Return why an address is not pinned or not valid.
+    """Return why an address has no pin or is invalid.
 
     The result is empty for a valid pinned address, and for a place that needs no pin.
     """

@@ -55,9 +55,9 @@ class Stage:
 
     `settings` is everything in the pipeline that affects the result. `tools` are the versions of
     the packages that affect it. `needs` names the stages whose manifests are the inputs of this
-    stage; it cannot run without them. `tolerates` names further stages for which this stage waits;
-    it uses their manifests if they succeeded. `hints` affect how the stage runs, not its result,
-    and are not part of the key. `timeout` is in seconds, and `memory` in bytes. `own_process`
+    stage; it runs only if they exist. `tolerates` names further stages for which this stage waits;
+    it uses their manifests if they succeeded. `hints` affect only how the stage runs, and are not
+    part of the key. `timeout` is in seconds, and `memory` in bytes. `own_process`
     requests a separate process.
     """
 

@@ -443,8 +443,8 @@ def _deploy_first(desired: Deployment | None, target: str) -> Action | Wait:
 def find_step(policy: RolloutPolicy, index: int) -> PlannedStep:
     """Return the candidate's step, which is never 100 %.
 
-    If the policy was shortened, the step is the last one before 100 %. If no step is left before
-    100 %, it is a step without traffic.
+    If the policy was shortened, the step is the last one before 100 %. If only the step of 100 % is
+    left, the result is a step without traffic.
     """
     before = policy.planned()[:-1] or (_NO_TRAFFIC,)
     return before[min(index, len(before) - 1)]

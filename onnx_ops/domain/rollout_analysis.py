@@ -347,7 +347,7 @@ def diff_revisions(
             _align(before.tallies.get(revision, RequestCounts()), now.tallies.get(revision))
         )
         if difference is None:
-            return None, f"a count of revision {revision} fell"
+            return None, f"counts of revision {revision} fell or contradict each other"
         counts.append(difference)
     seconds = now.at - before.at
     if state.policy is not None and seconds > state.policy.longest_s:

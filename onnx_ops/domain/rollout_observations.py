@@ -46,7 +46,7 @@ class LatencyThresholds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestCounts:
-    """Requests that one deployment answered, by result.
+    """Requests to one deployment, by result.
 
     `errors` are the server's own failures. `refused` are requests that the server did not accept.
     They are the client's fault unless the other version accepts them. `timed` counts the requests
@@ -110,7 +110,7 @@ class RequestCounts:
     def minus(self, before: RequestCounts | None) -> RequestCounts | None:
         """Return the counts since `before` (None: all counts).
 
-        The result is None if the differences are not consistent (`is_consistent`), as after a
+        The result is None if the differences contradict each other (`is_consistent`), as after a
         restart. It is also None if `timed` is known in only one of the two objects.
         """
         if before is None:
@@ -214,8 +214,8 @@ BADNESS_EDGES = (0.0, *(2.0**-k for k in range(10, 5, -1)), *(k / 32 for k in ra
 
 The first bin is for units without events. Powers of two from 2^-10 to 2^-6 follow, for rare events
 of users with many requests, and then the multiples of 1/32. A unit is in the first bin whose edge
-is not below events / requests. Rounding up to an edge needs no correction, since it does not depend
-on the assignment of the unit.
+is not below events / requests. Rounding up to an edge needs no correction, since it is independent
+of the assignment of the unit.
 """
 USER_BLOCKS = 64
 """Number of blocks of users.
@@ -352,8 +352,9 @@ class MetricsReading:
     that is not closed. The clocks of servers are never compared.
 
     Sources without data about the assignment of users (CloudWatch, Azure Monitor, Prometheus)
-    report `tallies` by deployment, and optionally `shadow` and `quantiles`. `tallies` and `shadow`
-    are counted since `origin`. Another origin means that the counters restarted.
+    report `tallies` by deployment, and optionally `shadow` and `quantiles`. `origin` identifies the
+    start from which `tallies` and `shadow` are counted. Counts of different origins are not
+    comparable; for example, the counters restarted.
 
     `cold_s` are the seconds of loads of each version, which servers measure before the candidate
     gets any traffic.
@@ -599,9 +600,9 @@ def diff_readings(
 ) -> ObservationInterval | None:
     """Return the counts between two readings of a source without generations.
 
-    The result is None without an earlier reading, or if the readings are not in order of time. It
-    is also None if the counters restarted or fell between the readings. `stable` and `candidate`
-    are names of deployments.
+    The result is None without an earlier reading, or if `now` is older than `before`. It is also
+    None if the counters restarted or fell between the readings, or if the differences contradict
+    each other. `stable` and `candidate` are names of deployments.
     """
     if before is None or before.origin != now.origin or now.at < before.at:
         return None

@@ -206,8 +206,8 @@ def count_common_rows(shapes: Mapping[str, Sequence[int]], known: int = 0) -> in
     """Return the number of rows of arrays that hold rows on any axis.
 
     The number is a size that all arrays have on some axis. Among such sizes, the size that most
-    arrays have on the first axis is chosen. The result is 0 if the arrays have no size in common,
-    and `known` if there are no arrays.
+    arrays have on the first axis is chosen. The result is 0 if the arrays have no size in common.
+    Without arrays, it is `known`.
 
     Args:
         known: the number of rows, if it is known from other data.

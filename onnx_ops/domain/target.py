@@ -29,7 +29,7 @@ class Diagnosis:
 
     A check that succeeds needs no remedy.
 
-    `absent`: an optional component is not installed, which is not a fault.
+    `absent`: an optional component is missing, which is not a fault.
     """
 
     check: str

@@ -524,7 +524,7 @@ _OTHER_KIND: Mapping[AnswerKind, str] = MappingProxyType(
 def suggest_other_kind(name: str) -> str:
     """Return what outputs a metric requires, and what to use for other outputs.
 
-    The sentence is empty if there is no such metric, or if `_OTHER_KIND` has no entry for its kind.
+    The sentence is empty for an unknown metric, or if `_OTHER_KIND` has no entry for its kind.
     """
     text = _OTHER_KIND.get(METRICS[name].reads, "") if name in METRICS else ""
     return text and f"{name} {text}"
