@@ -131,7 +131,7 @@ def load_analysis_config(path: Path) -> AnalysisServiceConfig:
     of the file.
 
     Raises:
-        NotFoundError, UserError: there is no such file, or the file cannot be read.
+        NotFoundError, UserError: the file is missing, or cannot be read.
         ConfigError: the file has problems; the error holds their positions. The rules of analyses
             are checked only if each value is valid.
     """

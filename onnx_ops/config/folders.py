@@ -13,7 +13,7 @@ OWN = Path("configs")
 WITHIN = Path("onnx-ops")
 """The folder of pipelines and targets in a repository to which onnx-ops was added.
 
-Its name is not a Python identifier, so that build tools do not treat the folder as a package.
+Its name contains a hyphen, so that build tools do not treat the folder as a package.
 """
 
 PIPELINES, TARGETS = "pipelines", "targets"

@@ -1,6 +1,6 @@
 """Find a function by `package.module:function` in source text.
 
-Nothing is imported, so no code runs.
+The source is only parsed, so no code runs.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def load_pipeline(
     Raises:
         NotFoundError: There is no such file.
         UserError: The file, a target file or `params.yaml` cannot be read, or the folder `shared`
-            does not exist.
+            is missing.
         ConfigError: The file, a target that it names, or the `params.yaml` that it refers to has
             problems. If this machine is the cause of all problems, the error is a NotReadyError.
     """
@@ -152,7 +152,7 @@ def load_policy(path: Path) -> LocatedPolicy:
     """Read a promotion policy.
 
     Raises:
-        NotFoundError, UserError: There is no such file, or the file cannot be read.
+        NotFoundError, UserError: The file is missing, or cannot be read.
         ConfigError: The file has problems; the error holds all of them.
     """
     document = read_document(path)

@@ -1,7 +1,7 @@
 """Find the libraries of custom operators that a target declares.
 
 A library is a file that the target names by its path, or a file in the folder of an installed
-Python package. No package is imported and no library is loaded.
+Python package. Packages are only located, and files only read: nothing is imported or loaded.
 """
 
 from __future__ import annotations

@@ -47,13 +47,13 @@ def load_targets(
 ) -> tuple[dict[str, Target], list[Problem]]:
     """Return the valid benchmarked targets, and the problems of the invalid ones.
 
-    Targets without a file are in neither result.
+    Both results leave out targets without a file.
 
     Args:
         machine: whether a package that this machine lacks is a problem.
 
     Raises:
-        UserError: a target's file cannot be read, or the folder of shared targets does not exist.
+        UserError: a target's file cannot be read, or the folder of shared targets is missing.
     """
     targets: dict[str, Target] = {}
     problems: list[Problem] = []
@@ -227,7 +227,7 @@ def check_plugins(
 ) -> Iterator[Issue]:
     """Yield names of plugins that are not installed.
 
-    Kinds that `plugins` does not have are not checked.
+    Only the kinds in `plugins` are checked.
     """
     names: list[tuple[str, Loc, str]] = [
         ("data", ("data", name, "source"), section.source)
@@ -263,7 +263,7 @@ def check_endpoint_options(
 ) -> Iterator[Issue]:
     """Yield options that a provider or a metrics source does not accept.
 
-    The options of a plugin that is not installed are not checked.
+    Only the options of installed plugins are checked.
     """
     for loc, deployment in draft.deploy:
         if deployment.provider in plugins.get("endpoints", ()):

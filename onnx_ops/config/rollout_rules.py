@@ -68,8 +68,8 @@ def check_providers(
     """Yield policies, metrics sources and targets that a provider does not support.
 
     A provider supports a policy if it has the capabilities that the policy needs. It supports a
-    target if it can run models as they were measured on the target. Entries whose provider is not
-    among `providers` are not checked.
+    target if it can run models as they were measured on the target. Only entries whose provider is
+    among `providers` are checked.
     """
     for loc, declared in draft.deploy:
         entry = declared
@@ -138,9 +138,10 @@ def _find_predecessors(name: str, entries: Mapping[str, Deploy]) -> set[str]:
 
 
 def _check_steps(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
-    """Yield shares of traffic that are not whole percentages, or do not grow to 100%.
+    """Yield problems of the shares of traffic.
 
-    The split of an A/B test must exceed the last step before 100%.
+    Each share must be a whole percentage, and the steps must grow to 100%. The split of an A/B test
+    must exceed the last step before 100%.
     """
     steps = policy.steps
     for key, share in _list_shares(policy):
@@ -255,7 +256,7 @@ def _check_approvals(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
 
 
 def _list_unused(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
-    """Yield settings that have no effect, because the rollout judges no step."""
+    """Yield settings for judged steps, in a rollout that judges no step."""
     given = {
         "min_requests": policy.min_requests,
         "min_step_duration": policy.min_step_duration,

@@ -50,8 +50,8 @@ _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 class Draft:
     """A pipeline whose sections can be missing or partly invalid.
 
-    A section without a default is None if it is missing or could not be read at all. `validate` is
-    None only if it could not be read; `objective` then has its default.
+    A section without a default is None if it is missing or unreadable. An unreadable `validate` is
+    None, too; an unreadable `objective` has its default.
 
     An invalid part of a section is replaced by its default; the loader drops issues that follow
     from this default.

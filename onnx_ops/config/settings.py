@@ -207,7 +207,7 @@ def load_settings(start: Path | None = None, environ: Mapping[str, str] | None =
 
     Raises:
         UserError: the settings file is not TOML, it lacks the requested profile, or a setting is
-            not valid.
+            invalid.
     """
     environ = os.environ if environ is None else environ
     root = (
@@ -310,7 +310,7 @@ def _read_file(path: Path, chosen: str | None) -> tuple[dict[str, Any], str]:
                 f"Write {path.name} with a table [profiles.{chosen}], or unset ONNX_OPS_PROFILE."
             )
             raise UserError(
-                f"there is no profile {chosen!r}, and no settings file",
+                f"profile {chosen!r} was not found: the settings file is missing",
                 where=str(path),
                 remedy=remedy,
             )

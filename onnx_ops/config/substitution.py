@@ -76,7 +76,7 @@ def read_document(
     It also becomes an issue in a place other than `WITH_ENVIRONMENT`.
 
     Raises:
-        NotFoundError, UserError: There is no such file, or the file cannot be read.
+        NotFoundError, UserError: The file is missing, or cannot be read.
         ConfigError: The file is empty, too large or not YAML, or needs a newer onnx-ops.
     """
     document = read_file(path)

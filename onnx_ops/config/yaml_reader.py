@@ -1,7 +1,7 @@
 """Read strict YAML into a `Document` with PyYAML's composer.
 
-Scalars are those of YAML 1.2's core schema. No object is ever constructed from a tag, because the
-loader has no constructor. The size, the number of nodes, the depth and the expansion of aliases are
+Scalars are those of YAML 1.2's core schema. Tags construct no objects, because the loader stops
+at the node graph. The size, the number of nodes, the depth and the expansion of aliases are
 limited.
 """
 
@@ -49,7 +49,7 @@ def read_file(path: Path) -> Document:
     Raises:
         NotFoundError: there is no such file.
         UserError: the file cannot be read, is binary, or is in UTF-16.
-        ConfigError: the file is too large, has bytes that are not UTF-8, or is not YAML.
+        ConfigError: the file is too large, has bytes other than UTF-8, or is not YAML.
     """
     source = format_path(path)
     try:
@@ -281,7 +281,7 @@ def plain_scalar(text: str) -> str | int | float | bool | None:
 
     Raises:
         ValueError: the scalar is a number that other readers interpret differently (`012`), that is
-            not finite, or that does not fit in 64 bits.
+            NaN or infinite, or that exceeds 64 bits.
     """
     if text in _NULL:
         return None

@@ -189,6 +189,6 @@ def test_load_settings_with_wrong_notifiers_raises_user_error(
 def test_load_settings_without_file_rejects_all_profiles_but_default(
     tmp_path: Path, name: str
 ) -> None:
-    with pytest.raises(UserError, match=f"no profile '{name}', and no settings file"):
+    with pytest.raises(UserError, match=f"profile '{name}' was not found: the settings file"):
         load(tmp_path, ONNX_OPS_PROFILE=name)
     assert load(tmp_path, ONNX_OPS_PROFILE="default").profile == "default"
