@@ -144,7 +144,7 @@ class DataSource(Plugin):
             NotFoundError: the data does not exist.
             ServiceUnavailableError: the service of the data does not answer.
             UserError: the source does not support the section, or an option is wrong.
-            RefusedError: a path or URL in the options is not permitted, or the data has no digest.
+            RefusedError: a path or URL in the options is forbidden, or the data has no digest.
         """
 
     @abstractmethod
@@ -215,7 +215,7 @@ class ModelSource(Protocol):
 
         Raises:
             NotFoundError: the model does not exist.
-            UserError: the address is not valid, or no file system is known for it.
+            UserError: the address is invalid, or no file system is known for it.
             RefusedError: access to the model is denied.
             ServiceUnavailableError: the server of the model does not answer.
             MissingPackageError: a package that the address requires is not installed.

@@ -74,8 +74,8 @@ class Exporter(Plugin):
         """Return the model that `save` wrote, or that the user supplied.
 
         Raises:
-            NotFoundError, UserError: the folder has no model of the framework, or the model cannot
-                be read.
+            NotFoundError, UserError: the folder has no model of the framework, or the model is
+                unreadable.
         """
 
     @abstractmethod

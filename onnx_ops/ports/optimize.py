@@ -63,8 +63,8 @@ class Optimizer(Plugin):
         Each note is one sentence about a setting or step that the optimizer chose, and the reason.
 
         Raises:
-            UserError: an option does not fit, calibration rows are missing, nothing can be
-                quantized, or the exclusion of a node had no effect.
+            UserError: an option is invalid, calibration rows or operators to quantize are missing,
+                or the exclusion of a node had no effect.
             StageError: the library failed.
         """
 
@@ -98,7 +98,7 @@ class Optimizer(Plugin):
         The section with content is used for the stage's key.
 
         Raises:
-            NotFoundError, UserError: a file does not exist, or an option does not fit.
+            NotFoundError, UserError: a file is missing, or an option is invalid.
         """
         return section
 

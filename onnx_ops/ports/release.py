@@ -62,7 +62,7 @@ class Registry(Protocol):
         """Return the record of a version.
 
         Raises:
-            NotFoundError: the version does not exist, or onnx-ops did not register it.
+            NotFoundError: the version is missing, or another program registered it.
         """
 
     def versions(self, model: str) -> tuple[ListedVersion, ...]:
@@ -133,7 +133,7 @@ class Registry(Protocol):
     def mirror(self, entry: LedgerEntry, model: str) -> None:
         """Show a ledger entry to users of the registry.
 
-        A failure raises no error, since nothing depends on the copy.
+        A failure raises no error, since the copy is only informative.
         """
 
     def where(self, model: str) -> str:
@@ -191,7 +191,7 @@ class Ledger(Protocol):
         """Return the entries before the first one that cannot be read.
 
         Damaged entries that an adoption has skipped are left out, and do not end the result.
-        Without `signed`, signatures are not verified.
+        Signatures are verified only with `signed`.
         """
 
     def count(self, endpoint: str) -> int:
@@ -246,7 +246,7 @@ class EndpointProvider(Plugin):
         """Validate an endpoint's options without side effects.
 
         Raises:
-            UserError: an option is not known, or its value cannot be used.
+            UserError: an option is unknown, or its value cannot be used.
         """
 
     @abstractmethod
@@ -319,8 +319,7 @@ class EndpointProvider(Plugin):
     def observe(self, config: EndpointConfig) -> EndpointState | None:
         """Return the endpoint's state, and its drift from its options.
 
-        The result is None if the endpoint does not exist, does not answer, or lacks one of its
-        deployments.
+        The result is None if the endpoint is missing or silent, or lacks one of its deployments.
 
         Raises:
             ServiceUnavailableError: the storage of the state does not answer.
@@ -339,8 +338,8 @@ class EndpointProvider(Plugin):
                 already.
             NotFoundError, DigestMismatchError: a deployment's files are missing, or do not match
                 its manifest.
-            RefusedError: the provider does not permit the state, or onnx-ops did not create the
-                resource of that name.
+            RefusedError: the provider forbids the state, or onnx-ops did not create the resource of
+                that name.
             MissingKeyError: servers accept only signed tables, and no key can sign one here.
             AlarmRollbackError: an alarm that guards the endpoint reverted this state.
             ServiceUnavailableError: the endpoint could not be reached or started.
@@ -354,8 +353,8 @@ class EndpointProvider(Plugin):
 
         If the endpoint has that deployment and the capability `split`, only weights are changed; a
         later `apply` cleans up. Only deployments with traffic are loaded and started. Other
-        deployments of the endpoint are not removed then. If the provider starts servers, an
-        endpoint that does not run, or does not answer, is started with this state only.
+        deployments of the endpoint are not removed then. If the provider starts servers, a stopped
+        or silent endpoint is started with this state only.
 
         The generation of `state` is the generation of the request. If the endpoint has reached the
         state since the request, the provider can leave it unchanged.
@@ -366,8 +365,8 @@ class EndpointProvider(Plugin):
             ConflictError: a later generation was applied already.
             RefusedError: the provider denies access, or onnx-ops did not create the resource of
                 that name.
-            MissingKeyError: servers accept only signed tables, no key can sign one here, and no
-                earlier signed table serves the version.
+            MissingKeyError: servers accept only signed tables, the key to sign one is missing here,
+                and no earlier signed table serves the version.
             ServiceUnavailableError: the endpoint could not be reached or started.
             InfrastructureError: a model cannot be loaded, or the provider failed.
         """
@@ -385,8 +384,8 @@ class EndpointProvider(Plugin):
     def address(self, config: EndpointConfig) -> str | None:
         """Return the address of an existing endpoint.
 
-        Clients send requests to `<address>/invocations`. The result is None if the endpoint does
-        not exist, or its address is not known.
+        Clients send requests to `<address>/invocations`. The result is None if the endpoint is
+        missing, or its address is unknown.
         """
 
     def list_servers(self, config: EndpointConfig) -> Sequence[EndpointServer]:
@@ -593,8 +592,8 @@ class Notifier(Plugin):
 
         Raises:
             ServiceUnavailableError: the service does not answer, or limits the rate; try again.
-            RefusedError: the service denies access, refuses or redirects the notification, or
-                requires content that must not be sent there.
+            RefusedError: the service denies access, or refuses or redirects the notification; or
+                users other than the owner have access to the file of the secret.
             UserError: an option or a secret is missing or wrong.
         """
 
@@ -603,7 +602,8 @@ class Notifier(Plugin):
         """Return the destination, without secrets. Nothing is sent.
 
         Raises:
-            RefusedError: other users can read the secret.
+            RefusedError: users other than the owner have access to the file of the secret.
+            ServiceUnavailableError: the service that stores the destination does not answer.
             UserError: an option or a secret is missing or wrong.
         """
 

@@ -125,12 +125,12 @@ class Pools(Plugin):
                 executed.
 
         Raises:
-            UserError: no orchestrator is configured, or it has no such pool.
-            ServiceUnavailableError: the orchestrator does not answer, or no running worker of the
-                pool executes this kind of stage.
+            UserError: the orchestrator or the pool is not configured.
+            ServiceUnavailableError: the orchestrator is silent, or no running worker of the pool
+                executes this kind of stage.
             StageError: the stage took longer than its time-out, or `cancel` was called.
-            MeasurementError: several attempts crashed, were cancelled or sent no heartbeat, or a
-                worker took the stage and did not start it.
+            MeasurementError: several attempts crashed, were cancelled or stopped sending
+                heartbeats, or a worker took the stage and did not start it.
         """
 
     @abstractmethod

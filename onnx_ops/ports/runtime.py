@@ -195,14 +195,15 @@ class Runtime(Plugin):
         """Write the graph after the runtime's own optimizations on the target to `copy`.
 
         Raises:
-            MeasurementError: the session could not be built, or its graph cannot be written.
+            MeasurementError: building the session or writing its graph failed.
         """
         raise MeasurementError(f"runtime {target.runtime} does not show the graph that it runs")
 
     def package(self, model: Path, target: Target, folder: Path) -> None:
         """Write the files of a target with an `ort_format` into `folder`.
 
-        The files are `model.ort` and a file of facts about it.
+        The files are `model.ort`, the list of the operators that it needs, and a report on how much
+        of it NNAPI and CoreML would run.
 
         Raises:
             UserError: the runtime has no such format.

@@ -87,7 +87,8 @@ class Verifier(Protocol):
         """Verify a signature.
 
         Raises:
-            InvalidSignatureError: the key is not trusted, or the signature does not match.
+            InvalidSignatureError: the key is not trusted, or the signature is invalid.
+            UserError: the file of a trusted key cannot be read, or holds another kind of key.
         """
 
 
