@@ -223,12 +223,12 @@ def promote(
         override: Override failed gates or a previous rollback.
 
     Raises:
-        RefusedError: the version did not pass its gates or was rolled back before, or no key on
-            this machine can sign an override.
+        RefusedError: the version failed its gates or was rolled back before, or no key on this
+            machine can sign an override.
         NotFoundError: the version does not exist.
         UserError: the override has no reason.
         ConflictError: another process is changing an endpoint.
-        InfrastructureError: the registry or an endpoint failed or did not answer, or no key on this
+        InfrastructureError: the registry or an endpoint failed or was silent, or no key on this
             machine can sign a ledger entry.
     """
     from onnx_ops.cli.releases import promote as command
@@ -274,7 +274,7 @@ def rollback(
         RefusedError: the version to roll back to was itself rolled back before, and `force` is not
             set; or the endpoint is being deleted.
         StillPendingError: the rollback could not be completed, and is repeated in the background.
-        NotFoundError: there is no such endpoint, or no version to roll back to.
+        NotFoundError: the endpoint, or the version to roll back to, is missing.
         UserError: endpoints are given together with a model or target, or neither endpoints nor a
             model is given.
     """

@@ -96,7 +96,7 @@ def verify_bytes(
     Raises:
         InvalidSignatureError: no trusted key has signed the payload; the error is about the first
             signature.
-        UserError: the file of a trusted key does not hold a public key of ECDSA P-256.
+        UserError: the file of a trusted key cannot be read, or holds another kind of key.
     """
     signed, refused = _pre_authentication(payload_type, payload), None
     for signature in signatures:
@@ -147,9 +147,9 @@ def verify_envelope(
     """Return the record from the bytes that a trusted key has signed.
 
     Raises:
-        InvalidSignatureError: no trusted key has signed the envelope, or it does not contain a
-            valid record of this kind.
-        UserError: the file of a trusted key does not hold a public key of ECDSA P-256.
+        InvalidSignatureError: no trusted key has signed the envelope, or its content is another one
+            than a valid record of this kind.
+        UserError: the file of a trusted key cannot be read, or holds another kind of key.
     """
     try:
         record = read_envelope(envelope, kind, where=where).record
@@ -183,11 +183,11 @@ def verify_authority(deployment: Deployment, verifier: Verifier) -> Record:
     The verdict of a decision must be PASS.
 
     Raises:
-        RefusedError: there is no decision or override, no trusted key has signed it, or the verdict
-            of the decision is not PASS. The same error is raised if the record does not match the
-            deployment: model, variant, release, files, evidence, batching, threads or execution
-            settings. An override must also match the version.
-        UserError: the file of a trusted key does not hold a public key of ECDSA P-256.
+        RefusedError: the decision or override is missing, or no trusted key has signed it. The same
+            error is raised for a decision with another verdict than PASS. It is also raised if the
+            record does not match the deployment: model, variant, release, files, evidence,
+            batching, threads or execution settings. An override must also match the version.
+        UserError: the file of a trusted key cannot be read, or holds another kind of key.
     """
     where = f"{deployment.model}/{deployment.version}"
     if deployment.authority is None:
@@ -218,7 +218,7 @@ def verify_authority(deployment: Deployment, verifier: Verifier) -> Record:
     )
     if (deployment.evidence, deployment.batchable, deployment.threads) != rests_on:
         raise RefusedError(
-            "the signed decision is based on other evidence, batching or threads",
+            "the evidence, batching or threads are not those of the signed decision or override",
             where=where,
             remedy=_UNSIGNED,
         )
@@ -312,7 +312,7 @@ class TrustedKeys:
         """Return the keys in base64 of DER, separated by commas.
 
         Raises:
-            UserError: a file cannot be read, or does not hold a public key of ECDSA P-256.
+            UserError: a file cannot be read, or holds another kind of key than ECDSA P-256.
         """
         return ",".join(self.public().values())
 
@@ -320,7 +320,7 @@ class TrustedKeys:
         """Return the keys in base64 of DER, by digest.
 
         Raises:
-            UserError: a file cannot be read, or does not hold a public key of ECDSA P-256.
+            UserError: a file cannot be read, or holds another kind of key than ECDSA P-256.
         """
         return {
             digest: base64.b64encode(_der(key)).decode()
@@ -331,7 +331,7 @@ class TrustedKeys:
         """Return the digests of the trusted keys.
 
         Raises:
-            UserError: a file cannot be read, or does not hold a public key of ECDSA P-256.
+            UserError: a file cannot be read, or holds another kind of key than ECDSA P-256.
         """
         return tuple(sorted(self._load()))
 
@@ -339,8 +339,8 @@ class TrustedKeys:
         """Verify a signature.
 
         Raises:
-            InvalidSignatureError: the key is not trusted, or the signature does not match.
-            UserError: a file cannot be read, or does not hold a public key of ECDSA P-256.
+            InvalidSignatureError: the key is not trusted, or the signature is invalid.
+            UserError: a file cannot be read, or holds another kind of key than ECDSA P-256.
         """
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.asymmetric.ec import ECDSA

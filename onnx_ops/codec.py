@@ -114,7 +114,7 @@ def loads(data: bytes, kind: TypeForm[T], *, where: str = "") -> T:
     """Return the value of type `kind` from a JSON text, as `from_json`.
 
     Raises:
-        CorruptStateError: the text is not JSON, or does not describe such a value.
+        CorruptStateError: the text is not JSON, or describes another kind of value.
     """
     try:
         value = _converter().loads(data, Any, parse_constant=_refuse_constant)

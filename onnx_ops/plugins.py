@@ -247,7 +247,7 @@ def require(*distributions: str, where: str) -> None:
 
 
 def absent(distributions: Iterable[str]) -> tuple[str, ...]:
-    """Return the distributions that are not installed, without duplicates."""
+    """Return the distinct distributions that are not installed."""
     return tuple(name for name in dict.fromkeys(distributions) if version(name) == MISSING)
 
 

@@ -225,9 +225,9 @@ def test_read_authority_target_returns_target_of_approval_or_empty_text() -> Non
             ),
             "is not about this version",
         ),
-        (deployment(evidence=digest_bytes(b"other")), "is based on other evidence"),
-        (deployment(batchable=True), "is based on other evidence"),
-        (deployment(threads=1), "is based on other evidence"),
+        (deployment(evidence=digest_bytes(b"other")), "are not those of the signed decision"),
+        (deployment(batchable=True), "are not those of the signed decision"),
+        (deployment(threads=1), "are not those of the signed decision"),
     ],
 )
 def test_verify_authority_without_trusted_matching_approval_raises_refused_error(

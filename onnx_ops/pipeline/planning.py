@@ -51,8 +51,8 @@ def plan(
 ) -> Plan:
     """Return the stages of a checked pipeline, up to the kind `until`.
 
-    Each stage comes after those that it needs. The stages of a release are left out if the pipeline
-    does not register models, or if nothing is signed.
+    Each stage comes after those that it needs. The stages of a release are planned only if the
+    pipeline registers models and signs decisions.
     """
     stages = [*_plan_sources(pipeline, probe), *_plan_models(pipeline, targets, probe)]
     for name in pipeline.benchmark.targets:
@@ -395,7 +395,7 @@ def _select_gates(pipeline: Pipeline, target: Target) -> list[Gate]:
 def _write_slices(pipeline: Pipeline, gates: Sequence[Gate]) -> tuple[dict[str, Json], list[str]]:
     """Return settings with the metrics judged in slices, and the stages they need.
 
-    Both are empty without gates on slices, or without the section `slices`.
+    Both are empty unless there are gates on slices and a section `slices`.
     """
     sliced = {gate.definition().label for gate in gates if isinstance(gate, SlicesGate)}
     if pipeline.slices is None or not sliced:

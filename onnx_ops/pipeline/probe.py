@@ -94,7 +94,7 @@ class ProjectProbe:
     def metric_tools(self, definitions: Iterable[MetricDefinition]) -> Mapping[str, str]:
         """Return the versions of the packages that compute these metrics.
 
-        A metric without an extra needs no further package.
+        Only metrics with an extra need further packages.
         """
         extras = {definition.extra for definition in definitions} - {""}
         return _versions(name for extra in sorted(extras) for name in plugins.EXTRAS[extra])
@@ -149,7 +149,7 @@ class OfflineProbe(ProjectProbe):
 class OutlineProbe(ProjectProbe):
     """A `ProjectProbe` for a plan that only lists stages and their needs.
 
-    The plan is never run. The probe reads no data and no model, and creates no key.
+    The plan is never run. The probe does not read data or models, or create keys.
     """
 
     signing: str = "off"

@@ -105,7 +105,7 @@ class Handler(Protocol):
         """Return the stage's intact stored result; None if the stage must run."""
 
     def refusal(self, stage: Stage, inputs: Mapping[str, Manifest]) -> str:
-        """Return why the stage has nothing to do, for example because no variant passed.
+        """Return why the stage has nothing to do, for example because all variants failed.
 
         The text is empty if the stage has something to do.
         """

@@ -303,8 +303,8 @@ def _measure_metrics(
     it is None if the variant is the export itself.
 
     Raises:
-        UserError: a metric that a gate judges cannot be computed, not even for the export, or the
-            module of a metric's function raises an error.
+        UserError: a metric that a gate judges cannot be computed for the variant and the export, or
+            the module of a metric's function raises an error.
         NotFoundError, MissingPackageError: a metric's function, or a package that it imports, is
             missing.
         MeasurementError: the variant or the export does not run.

@@ -253,7 +253,7 @@ def _make_variant_record(
 def build_request_example(export: Manifest, store: Store) -> bytes:
     """Return an example request as JSON: one row, or a fixed batch.
 
-    The result is empty if there are no rows, or if JSON cannot represent them (NaN, bytes). It is
+    The result is empty if rows are missing, or if JSON cannot represent them (NaN, bytes). It is
     also empty if the request would be larger than 1 MiB.
     """
     real = next(

@@ -107,8 +107,8 @@ def check_compatibility(model: Path, target: Target, where: str) -> None:
     """
     if reason := explain_incompatibility(model, target):
         remedy = (
-            "Export with an opset and an IR version that all targets accept, add custom_ops to the "
-            "target, quantize with a block size that the target runs, or leave out "
+            "Export with an opset and an IR version that all targets accept, or add custom_ops to "
+            "the target. Otherwise quantize with a block size that the target runs, or leave out "
             f"{target.name}."
         )
         raise UserError(reason, where=where, remedy=remedy)

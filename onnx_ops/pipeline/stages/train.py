@@ -78,8 +78,8 @@ def _save(exporter: Exporter, model: object, folder: Path) -> None:
     """Write the model that the training function returned.
 
     Raises:
-        UserError: the model cannot be saved, for example because pickle cannot write a lambda or an
-            instance of a local class.
+        UserError: the model cannot be saved. For example, pickle refuses a lambda or an instance of
+            a local class.
     """
     try:
         exporter.save(model, folder)

@@ -120,7 +120,7 @@ class _LazySource:
     def trees(self, path: Path) -> tuple[TreeStructure, ...]:
         """Compare the trees of the export at `path` with those of the source.
 
-        The result is empty if one of them has no trees, or the exporter cannot read trees.
+        The result is empty unless both have trees and the exporter can read trees.
         """
         exporter = get_exporter(self.stage, self.context, self._section().framework)
         if not has_trees(path) or not isinstance(exporter, TreeExporter):
