@@ -156,7 +156,7 @@ def verify_envelope(
         payload = _decoded(envelope.payload, where)
     except (CorruptStateError, UnicodeEncodeError, RecursionError) as error:
         raise InvalidSignatureError(
-            "the record has no valid signature", where=where, why=str(error)
+            "the signed record is not valid", where=where, why=str(error)
         ) from error
     try:
         verify_bytes(envelope.payloadType, payload, envelope.signatures, verifier)

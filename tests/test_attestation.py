@@ -137,7 +137,7 @@ def test_verify_envelope_with_changed_byte_raises_invalid_signature_error(
 
 
 def test_verify_envelope_of_other_record_or_payload_type_raises_invalid_signature_error() -> None:
-    with pytest.raises(InvalidSignatureError, match="the record has no valid signature"):
+    with pytest.raises(InvalidSignatureError, match="the signed record is not valid"):
         verify_envelope(sign_record(override(), SIGNER).envelope, DecisionRecord, SIGNER)
     with pytest.raises(InvalidSignatureError):
         verify_envelope(
@@ -217,8 +217,11 @@ def test_read_authority_target_returns_target_of_approval_or_empty_text() -> Non
             "is FAIL",
         ),
         (deployment(authority=sign_record(decision(), STRANGER).envelope), "is not trusted"),
-        (deployment(authority=sign_record(override(), SIGNER).envelope), "no valid signature"),
-        (deployment(evidence=None), "no valid signature"),
+        (
+            deployment(authority=sign_record(override(), SIGNER).envelope),
+            "the signed record is not valid",
+        ),
+        (deployment(evidence=None), "the signed record is not valid"),
         (
             deployment(
                 evidence=None, version="3", authority=sign_record(override(), SIGNER).envelope

@@ -259,9 +259,9 @@ def list_siblings(module: str, root: Path) -> list[str]:
 
 
 def _names(body: Iterable[ast.stmt]) -> Iterator[str]:
-    """Yield the names that a module binds at its top level, except those of match patterns.
+    """Yield the names that a module binds at its top level.
 
-    Names in the blocks of compound statements are included.
+    Names in the blocks of compound statements are included, and names of match patterns left out.
     """
     pending: list[ast.AST] = list(body)
     while pending:

@@ -42,7 +42,7 @@ class Reach:
         )
 
     def explain_path(self, text: str, root: Path) -> str:
-        """Return why a file must not be read, or has an invalid path; empty if it is allowed.
+        """Return why the path of a file is refused; empty if it is allowed.
 
         For a symbolic link, the path that it points to is checked. Models of the registry
         (`models:/`) are always allowed.

@@ -122,7 +122,7 @@ class TargetFiles:
             hint = did_you_mean(name, {*names, *profiles}).removeprefix("; ").capitalize()
             remedy = (
                 hint
-                or f"Targets of the project: {', '.join(names) or 'none'}. "
+                or f"Targets here: {', '.join(names) or 'none'}. "
                 f"Built-in targets: {', '.join(profiles)}."
             )
             raise NotFoundError(f"no target is called {name!r}", where=where, remedy=remedy)

@@ -127,7 +127,7 @@ class BaseRelease:
 class VariantRecord:
     """One variant to publish in the registry.
 
-    `files` are the model's files by name (the first level of the version's folder), and `manifest`
+    `files` are the model's files by their relative path in the version's folder, and `manifest`
     holds their digests. `evidence` are further documents by artifact path. `metrics` are plain
     numbers for the registry's tables. `decisions` and `signed` are by target: the unsigned
     decisions are shown to users, and only the signed ones permit a promotion. `measured_on` names

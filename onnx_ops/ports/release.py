@@ -489,7 +489,7 @@ class EndpointProvider(Plugin):
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
         """Return the error for what this machine lacks for the endpoint, or None.
 
-        Only what is known without network access is reported.
+        Only problems that are found without network access are reported.
         """
         return None
 
@@ -543,7 +543,7 @@ class MetricsSource(Plugin):
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
         """Return the error for what this machine lacks for the endpoint, or None.
 
-        Only what is known without network access is reported.
+        Only problems that are found without network access are reported.
         """
         return None
 
