@@ -223,8 +223,8 @@ def promote(
         override: Override failed gates or a previous rollback.
 
     Raises:
-        RefusedError: the version failed its gates or was rolled back before, or no key on this
-            machine can sign an override.
+        RefusedError: the version lacks a passing decision or was rolled back before, or no key on
+            this machine can sign an override.
         NotFoundError: the version does not exist.
         UserError: the override has no reason.
         ConflictError: another process is changing an endpoint.

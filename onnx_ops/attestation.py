@@ -147,8 +147,8 @@ def verify_envelope(
     """Return the record from the bytes that a trusted key has signed.
 
     Raises:
-        InvalidSignatureError: no trusted key has signed the envelope, or its content is another one
-            than a valid record of this kind.
+        InvalidSignatureError: no trusted key has signed the envelope, or it lacks a valid record of
+            this kind.
         UserError: the file of a trusted key cannot be read, or holds another kind of key.
     """
     try:

@@ -46,8 +46,8 @@ class Objective:
 class TargetObjective:
     """The preference on one target, and what the target costs.
 
-    `price` is the cost per hour in any currency. It is None if it is unknown, or if the objective
-    is another one than cost.
+    `price` is the cost per hour in any currency. It is None if it is unknown, and for an objective
+    other than cost.
     """
 
     objective: Preference = "latency"

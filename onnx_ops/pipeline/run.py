@@ -105,9 +105,9 @@ class Handler(Protocol):
         """Return the stage's intact stored result; None if the stage must run."""
 
     def refusal(self, stage: Stage, inputs: Mapping[str, Manifest]) -> str:
-        """Return why the stage has nothing to do, for example because all variants failed.
+        """Return why the stage is skipped, for example because no variant passed.
 
-        The text is empty if the stage has something to do.
+        The text is empty if it is not skipped.
         """
 
     def claim(self, stage: Stage, key: Digest) -> AbstractContextManager[None]:
