@@ -201,8 +201,8 @@ class ListedVersion:
 class Choice:
     """The variant that a release serves on one target, or why there is none.
 
-    `objective` is the preference that was applied. `tied` names the other
-    variants that the measured values do not separate from the chosen one.
+    `objective` is the preference that was applied. `tied` names variants that the measurements of
+    this preference do not distinguish from the chosen variant.
     """
 
     target: str

@@ -22,7 +22,7 @@ SYSTEM = StageKind.SYSTEM.value
 """Id of the stage that compares the export with the project's own code."""
 
 SYSTEM_EXAMPLE = "example.json"
-"""File of the stage `SYSTEM` with a step's values at the input that differs most."""
+"""File of the stage `SYSTEM` with the values of a failed step at one input, if there is one."""
 
 REVISIONS: Mapping[StageKind, int] = {
     **dict.fromkeys(StageKind, 1),
