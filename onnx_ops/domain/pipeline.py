@@ -35,7 +35,7 @@ GROUP = (
 )
 INPUTS = (
     "ONNX input name -> array or column, in this order; `*` is all columns of numbers as one "
-    "float32 matrix. Default: every array or column except label and group is one input."
+    "float32 matrix. Default: every array or column that no other key names is one input."
 )
 VALUES = (
     "ONNX input name -> value of an input that is the same for all rows: a number, a boolean, "
@@ -100,7 +100,7 @@ class FileData:
     group: Annotated[str | None, doc(GROUP)] = field(default=None, metadata=OMIT_DEFAULT)
     columns: Annotated[
         tuple[str, ...] | None,
-        doc("Columns that become inputs, in this order; default: all except label and group."),
+        doc("Columns that become inputs, in this order; default: all that no other key names."),
     ] = field(default=None, metadata=OMIT_DEFAULT)
     values: Annotated[Mapping[str, Json], doc(VALUES)] = field(
         default_factory=dict, metadata=OMIT_DEFAULT
@@ -141,7 +141,7 @@ class PluginData:
     group: Annotated[str | None, doc(GROUP)] = field(default=None, metadata=OMIT_DEFAULT)
     columns: Annotated[
         tuple[str, ...] | None,
-        doc("Columns that become inputs, in this order; default: all except label and group."),
+        doc("Columns that become inputs, in this order; default: all that no other key names."),
     ] = field(default=None, metadata=OMIT_DEFAULT)
     values: Annotated[Mapping[str, Json], doc(VALUES)] = field(
         default_factory=dict, metadata=OMIT_DEFAULT

@@ -593,7 +593,7 @@ class Notifier(Plugin):
         Raises:
             ServiceUnavailableError: the service does not answer, or limits the rate; try again.
             RefusedError: the service denies access, or refuses or redirects the notification; or
-                users other than the owner have access to the file of the secret.
+                other users have access to the file of the secret.
             UserError: an option or a secret is missing or wrong.
         """
 
@@ -602,7 +602,7 @@ class Notifier(Plugin):
         """Return the destination, without secrets. Nothing is sent.
 
         Raises:
-            RefusedError: users other than the owner have access to the file of the secret.
+            RefusedError: other users have access to the file of the secret.
             ServiceUnavailableError: the service that stores the destination does not answer.
             UserError: an option or a secret is missing or wrong.
         """
