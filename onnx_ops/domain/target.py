@@ -206,8 +206,8 @@ class OrtFormat:
 
     Minimal builds of ONNX Runtime, such as on phones, read this format.
 
-    `fixed` applies all graph optimizations; `runtime` leaves some to a provider that compiles its
-    part of the graph.
+    `fixed` applies the graph optimizations of `session.graph_level`; `runtime` leaves some to a
+    provider that compiles its part of the graph.
     """
 
     platform: Annotated[Literal["arm", "amd64"], doc("Processors to optimize for.")] = "arm"

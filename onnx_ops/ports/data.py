@@ -161,9 +161,10 @@ class DataSource(Plugin):
         """
 
     def sample(self, section: DataSection, root: Path) -> Sample | None:
-        """Return the first rows quickly and without network access.
+        """Return the first rows, or rows like them, quickly and without network access.
 
-        The result is None if the rows are not available locally.
+        Rows like them have the same types and shapes. The result is None if the rows are not
+        available locally.
 
         Raises:
             NotFoundError, UserError, RefusedError: as `load`, if these rows show the error.
@@ -198,7 +199,7 @@ class DataSource(Plugin):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """The first rows of all arrays of a data set.
+    """The first rows of all arrays of a data set, or rows like them.
 
     `whole` states whether the data set has no further rows.
     """
