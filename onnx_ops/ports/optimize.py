@@ -65,6 +65,7 @@ class Optimizer(Plugin):
         Raises:
             UserError: an option is invalid, calibration rows or operators to quantize are missing,
                 or the exclusion of a node had no effect.
+            MissingPackageError: the library is not installed.
             StageError: the library failed.
         """
 

@@ -340,6 +340,8 @@ class EndpointProvider(Plugin):
                 its manifest.
             RefusedError: the provider forbids the state, or onnx-ops did not create the resource of
                 that name.
+            UserError, MissingPackageError: the options do not support the state, or a package of
+                the server is not installed.
             MissingKeyError: servers accept only signed tables, and no key can sign one here.
             AlarmRollbackError: an alarm that guards the endpoint reverted this state.
             ServiceUnavailableError: the endpoint could not be reached or started.

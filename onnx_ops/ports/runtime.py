@@ -118,8 +118,9 @@ class StartSamples:
 class Runtime(Plugin):
     """A runtime that runs ONNX files on one kind of target.
 
-    Every method of a runtime in another process raises StageError if that process ended or did not
-    answer in time. This is not a failure of the model.
+    Methods that use a process of an environment raise StageError if that process ended or did not
+    answer in time. This is not a failure of the model. If a forked process that guards against
+    crashes of the model ends, they raise MeasurementError.
     """
 
     @abstractmethod
