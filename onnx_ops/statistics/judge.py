@@ -47,10 +47,10 @@ Decisions on older evidence have no ranking metrics.
 def judge(gates: Sequence[Gate], evidence: Evidence) -> Decision:
     """Judge evidence by gates.
 
-    If a measurement failed, every gate is an ERROR with the reason of the failure. A value that is
-    not finite is an ERROR, and is not judged further. A gate that does not apply, such as a
-    comparison with the baseline at the first release, yields no result. A gate that applies but has
-    no measurement is INCONCLUSIVE.
+    If a measurement failed, every gate is an ERROR with the reason of the failure. A NaN or
+    infinite value is an ERROR, and is not judged further. Only gates that apply yield results. For
+    example, a comparison with the baseline does not apply to the first release. A gate that applies
+    but has no measurement is INCONCLUSIVE.
     """
     if evidence.failure:
         reason = join_lines(evidence.failure)
@@ -157,7 +157,9 @@ def _find_non_finite_parity(evidence: Evidence) -> Iterator[GateResult]:
         outputs = sorted((m.output, m.group) for m in _select_unsound(measurements))
         for output, group in outputs[:1]:
             yield _make_error(
-                "parity", f"output {output!r}, inputs {group!r}: a value is not finite", name
+                "parity",
+                f"output {output!r}, inputs {group!r}: a measured value is not finite",
+                name,
             )
     weights = sorted(w.tensor for w in _select_unsound(evidence.weights))
     for tensor in weights[:1]:
@@ -167,7 +169,7 @@ def _find_non_finite_parity(evidence: Evidence) -> Iterator[GateResult]:
     activations = sorted(a.tensor for a in _select_unsound(evidence.activations))
     for tensor in activations[:1]:
         yield _make_error(
-            "parity", f"activation {tensor!r}: a value is not finite", ACTIVATIONS.metric
+            "parity", f"activation {tensor!r}: a measured value is not finite", ACTIVATIONS.metric
         )
 
 
@@ -185,11 +187,15 @@ def _find_non_finite_performance(evidence: Evidence) -> Iterator[GateResult]:
         )
     for t in _select_unsound(evidence.throughput):
         yield _make_error(
-            "throughput", "a rate is not a positive number", throughput_metric_name(t.concurrency)
+            "throughput",
+            "a rate is not a finite positive number",
+            throughput_metric_name(t.concurrency),
         )
     if evidence.starts and not _is_sound(evidence.starts):
         yield _make_error(
-            "cold_start", "a measurement of a fresh process is not a positive number", "processes"
+            "cold_start",
+            "a measurement of a fresh process is not a finite positive number",
+            "processes",
         )
 
 
@@ -283,7 +289,7 @@ def _find_change(evidence: Evidence, metric: str, *, lower: bool) -> Interval | 
 def _compute_change(counts: PairedCounts) -> Interval | None:
     try:
         change = change_interval(counts)
-    except ValueError:  # The counts are impossible, and the gate reports them.
+    except ValueError:  # The counts are impossible, and a gate on this metric reports them.
         return None
     return change if change.is_finite else None
 

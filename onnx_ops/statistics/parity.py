@@ -77,7 +77,7 @@ def measure_output(
     Other types have no noise. Their error is the share of rows that differ where both answers agree
     and the scores do not tie. Rows that differ and tie are `explained`.
 
-    Without noise, the ratio is 0 if nothing differs, and otherwise `LARGEST`. `LARGEST` is also the
+    Without noise, the ratio is 0 for an error of 0, and otherwise `LARGEST`. `LARGEST` is also the
     maximum of error and noise.
 
     Args:

@@ -74,8 +74,8 @@ class InputDomain:
             without a range.
         whole: places that take only whole numbers; same shape.
         listed: places that take only the values that occur at that place; same shape.
-        categories: all possible values of any place; None if any value between the bounds is
-            possible.
+        categories: the only possible values of all places, if the pipeline lists them; otherwise
+            None.
         recombined: whether places vary independently, so that any mixture of rows is a valid row.
         missing: places that may hold NaN; same shape.
         encoded: whether each row is an encoded file, whose bytes are never changed.
@@ -326,7 +326,7 @@ def make_probe_groups(
 
 
 def _make_multiples(samples: Tensors, rows: Rows) -> dict[str, ProbeGroup]:
-    """Return multiples of real rows, without those that an input's type cannot hold."""
+    """Return those multiples of real rows that the types of all float inputs can hold."""
     # Each pair consists of the largest value of a float input and the largest value of its type.
     room = []
     for array in (array for array in samples.values() if array.dtype.kind == "f"):
@@ -487,8 +487,8 @@ def _insert_values(
 def choose_other_sizes(size: int) -> tuple[int, ...]:
     """Return other sizes of an axis to test.
 
-    They are 1, half the size, the smallest odd size that is not below the half, the smallest odd
-    size above the size, and twice the size. Half the size is rounded down.
+    They are 1, half the size, and twice the size. Half the size is rounded down. Two sizes are odd:
+    the smallest that is at least the half, and the smallest above the size.
     """
     half, larger = size // 2, size + 1 + size % 2
     return tuple(sorted({1, half, half | 1, larger, 2 * size} - {0, size}))

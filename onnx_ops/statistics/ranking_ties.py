@@ -22,16 +22,16 @@ _FEW_TIES, _OFTEN_UNSURE = 0.5, 0.05
 """Two limits of `is_ranked_by_scores`.
 
 The first is the share of rows whose scores may all tie. The second is the share of rows in which
-the source's two answers must otherwise differ, or from which its most frequent answer can be
-missing.
+the source's two answers must otherwise differ. It is also the share of values that can differ from
+its most frequent answer.
 """
 
 
 def find_ties(onnx: Array, expected: Array, rounding: Rounding) -> Bools:
-    """Return where two different indices or classes are tied.
+    """Return where rounding of the scores can exchange the two indices or classes.
 
-    Their scores are so close that rounding can exchange them. A ranking with a repeated index can
-    have ties only if the expected ranking also repeats an index.
+    Equal ones count as tied; callers select the places that differ. A ranking with a repeated index
+    can have ties only if the expected ranking also repeats an index.
     """
     none = np.zeros(onnx.shape, dtype=bool)
     ranking = _read_scores(rounding)
@@ -102,7 +102,7 @@ def is_ranked_by_scores(single: Array, double: Array, rounding: Rounding) -> boo
 def _read_scores(rounding: Rounding) -> tuple[Floats, Floats] | None:
     """Return the scores, and by how much rounding may change each score.
 
-    Return None if the output has no scores, or no error for each score.
+    Return None if the output lacks scores, or an error for each score.
     """
     scores, errors = rounding.scores, rounding.scores_error
     if scores is None or errors is None or errors.shape != scores.shape or not scores.size:

@@ -37,8 +37,8 @@ def advise_rows(gate: MetricGate, rows: int, groups: int = 0) -> Iterator[str]:
 def find_needed_rows(definition: MetricDefinition, limit: MetricLimit) -> int | None:
     """Return the least number of rows, or of groups, with which a limit can be passed.
 
-    In the best case, a sample shows no wrong answer, and no difference between the two models.
-    Their outputs are not known to be equal. The result is None if no number suffices.
+    In the best case, all answers of a sample are right, and both models agree. Their outputs are
+    not known to be equal. The result is None if no number suffices.
     """
     room = 1 - limit.value if limit.kind == "min" else limit.value
     method = definition.method

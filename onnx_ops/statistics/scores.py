@@ -50,14 +50,14 @@ CANDIDATE = ""
 Other keys are those of `ScoreComparison.against`.
 """
 
-_NO_SPREAD = "the score does not vary: an interval cannot be estimated"
-_NO_ERROR = "{name} has no error, so a relative change is not defined"
+_NO_SPREAD = "the score is constant: an interval cannot be estimated"
+_NO_ERROR = "{name} has no error, so a relative change is undefined"
 _SAME_SCORES = (
     "the answers differ from those of {name}, but an interval of the change cannot be estimated"
 )
 
 _ONLY_CHANCE = (
-    "chance alone can cause the error of {name} on so few rows, so a relative change is not defined"
+    "chance alone can cause the error of {name} on so few rows, so a relative change is undefined"
 )
 _IN_ORDER = frozenset({"detections", "keypoints", "masks"})
 """Kinds of answers whose rows are not sorted.
@@ -112,8 +112,9 @@ def score(
             numbers, True for positive rows, and numbers. For binary metrics, the class number is 1
             for the positive class and 0 otherwise. None compares the candidate's embeddings or
             tokens with those of the other models.
-        answers: answers by model, including `CANDIDATE`: class numbers as in the label, scores of
-            the positive class, other answers of an `AnswerKind`, or the input of a custom metric.
+        answers: answers by model, including `CANDIDATE`. They are class numbers as in the label,
+            scores of the positive class, or other answers of an `AnswerKind`. For a custom metric,
+            they are its input.
         function: the function of a custom metric.
         group: group number of each row, if rows depend on each other.
         alike: models whose outputs are known to equal the candidate's on every row.
@@ -663,9 +664,7 @@ def _score_alone(
     n = len(statistic.reads)
     interval = _cover(replicates)
     if interval is None:
-        why = (
-            f"{definition.label} is not defined on these rows, or not on enough of their resamples"
-        )
+        why = f"{definition.label} is undefined on these rows, or on too many of their resamples"
         return make_unscored(definition, n, undefined=why)
     if not replicates[0].spread and not statistic.step:
         return make_unscored(definition, n, undefined=_NO_SPREAD)
@@ -697,7 +696,7 @@ def _allow_for_bias(ratio: Interval | None, mine: float, theirs: float) -> Inter
 
 
 def _limit_to_range(definition: MetricDefinition, interval: Interval) -> Interval:
-    """Return an interval without values that the metric cannot have.
+    """Return an interval that is limited to possible values of the metric.
 
     Scores with a range are at most 1. Errors are at least 0, and can exceed 1.
     """

@@ -212,7 +212,7 @@ def _measure_labels(
 
 
 def _find_exchanged(onnx: Array, bounds: Array, *, made_up: bool) -> Bools:
-    """Return the places whose answer is that of another unsure place of the row.
+    """Return the unsure places whose answer is that of any unsure place of the row.
 
     A place is unsure if the source has several answers at that place. In a generated row with an
     unsure place, the result is True for every place.

@@ -363,7 +363,7 @@ class TestUserMetric:
         (entry,) = score(
             OWN, self.LABEL, {CANDIDATE: self.SAID}, seed=0, function=picky, resamples=100
         )
-        assert "not defined" in entry.undefined
+        assert "undefined on these rows" in entry.undefined
 
 
 @pytest.mark.parametrize(("definition", "world"), [(F1, classes), (RMSE, numbers), (R2, numbers)])

@@ -212,7 +212,7 @@ def test_choose_next_step_out_of_time_stops_and_names_untried_recipe() -> None:
     assert stop.timed_out
     assert "second" in stop.reason
     (slot,) = assign_roles(known, "best", ("fast",), unfinished=stop.reason)
-    assert "not all recipes were tried" in slot.reason
+    assert "the search ended early" in slot.reason
     assert not StopSearch(reason="every recipe was tried").timed_out
 
 

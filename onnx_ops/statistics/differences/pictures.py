@@ -250,7 +250,7 @@ def _explain_resize(
 ) -> str:
     """Return how the two sides resize the picture `source`, if they differ.
 
-    The text is empty if they do not differ, or if a way of resizing is not identified.
+    The text is empty if both resize alike, or if a way of resizing is not identified.
     """
     if source is None or source.dtype != np.uint8 or find_channel_axis(source.shape) != 2:
         return ""

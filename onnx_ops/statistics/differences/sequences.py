@@ -83,8 +83,8 @@ def _flatten(array: npt.NDArray[Any]) -> list[int]:
 def _find_padding(ids: Sequence[int], other: Sequence[int]) -> int | None:
     """Return the id that pads one end; None if there is none.
 
-    A single id at an end pads only in two cases: it is 0, or the other sequence ends with two or
-    more ids of this value.
+    A single id at an end pads only if it is 0, or if the other sequence ends with two or more ids
+    of this value.
     """
     for end, step in ((ids[-1], -1), (ids[0], 1)):
         run = 0

@@ -118,8 +118,8 @@ def forecast_rest(counted: int, needed: int, elapsed_s: float) -> Duration | Non
     """Forecast how long a step still waits for requests, from those it has counted.
 
     The counts are assumed to be a Poisson process. The ratio of the remaining to the elapsed time
-    then has a beta prime distribution. The result is None if nothing was counted, nothing is
-    missing or no time has passed.
+    then has a beta prime distribution. The result is None if the counted requests, the missing
+    requests or the elapsed time are 0 or less.
     """
     if counted <= 0 or needed <= counted or elapsed_s <= 0:
         return None

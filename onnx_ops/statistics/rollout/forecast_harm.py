@@ -154,8 +154,7 @@ class HarmSearch:
     def _list_rails(self, harm: Harm) -> list[Guardrail]:
         """Return the guardrails that compare what the harm changes.
 
-        For sources without counts of slow requests, the time to find a slower candidate is not
-        forecast.
+        The time to find a slower candidate is forecast only for sources that count slow requests.
         """
         rails = [rail for rail in self._policy.guardrails if rail.name != "cold_start"]
         if self._cadence.source == "percentiles":

@@ -52,12 +52,12 @@ class UnitModel:
 
     @property
     def has_users(self) -> bool:
-        """Whether users with keys send the requests."""
+        """Return whether users with keys send the requests."""
         return len(self.members) > 0
 
     @property
     def units(self) -> float:
-        """Expected number of units in an epoch."""
+        """Return the expected number of units in an epoch."""
         if not self.has_users:
             return self.requests
         return float((self.members * -np.expm1(-self.activity)).sum())

@@ -116,7 +116,7 @@ class WaitSimulation:
     def begin_after(self, index: int, ends: Array) -> None:
         """Set where in an epoch the next step begins, from the ends of a step.
 
-        Nothing changes if the step does not end in every rollout.
+        The offsets change only if the step ends in every rollout.
         """
         if index + 1 < len(self.steps) and np.isfinite(ends).all():
             begun = 1 - self.offsets[index] + ends / self.policy.epoch
@@ -163,7 +163,8 @@ class WaitSimulation:
     def wait_for_users(self, step: PlannedStep) -> Iterator[SimulatedWait]:
         """Yield an infinite wait if a version of an A/B test gets too few users.
 
-        The test cannot decide then: users stay with a version, so that their number does not grow.
+        The test then stays undecided: users stay with a version, so that their number does not
+        grow.
         """
         model = self.epoch
         if model.has_users and self.cadence.source == "units":

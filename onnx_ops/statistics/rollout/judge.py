@@ -42,8 +42,8 @@ def analyze(
 ) -> AnalysisResult | None:
     """Judge the counts of the rollout in progress.
 
-    Return None if the policy has no analysis, or if there is no candidate. Also return None if the
-    counts are missing, or are those of another candidate or step.
+    Return None if the policy lacks an analysis, or if there is no candidate. Also return None if
+    the counts are missing, or are those of another candidate or step.
     """
     if observations is None or roles.candidate is None or not policy.is_analyzed:
         return None
@@ -389,7 +389,7 @@ def _explain_service_level(here: Sequence[ObservationInterval], rate: float) -> 
     """
     rows = [row for row in count_events("errors", here) if row[1]]
     if not rows:
-        return "no request to the candidate was counted, and its service level is not shown"
+        return "no request to the candidate was counted, so its service level is still unknown"
     errors, requests = sum(row[0] for row in rows), sum(row[1] for row in rows)
     effect = float(design_effect.estimate_error_effect(rows))
     intervals = "1 interval" if len(rows) == 1 else f"{len(rows)} intervals"

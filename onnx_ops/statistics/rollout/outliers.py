@@ -195,9 +195,9 @@ def _measure(mine: _Counts, others: _Counts) -> Array:
 def _can_be_higher(mine: _Counts, others: _Counts) -> npt.NDArray[np.bool_]:
     """Return for which servers the evidence can reach the limit.
 
-    The evidence of the other servers need not be computed. If no odds ratio is above the tolerated
-    one, the likelihood favours none of the alternatives. Each bad request multiplies the evidence
-    by at most the largest alternative.
+    The evidence of the other servers need not be computed. If all odds ratios are at most the
+    tolerated one, the likelihood favours none of the alternatives. Each bad request multiplies the
+    evidence by at most the largest alternative.
     """
     bad, requests = np.moveaxis(mine.astype(np.float64), -1, 0)
     others_bad, others_requests = np.moveaxis(others.astype(np.float64), -1, 0)

@@ -17,8 +17,8 @@ units is therefore an e-process at the ends of epochs. It reaches L with a chanc
 (Ville 1939). The product is the wealth of a gambler who bets on the coins (testing by betting:
 Shafer 2021, J. R. Stat. Soc. A 184:407-431; bounded variables: Waudby-Smith and Ramdas 2024, J. R.
 Stat. Soc. B 86:1-27; randomization as the only assumption: Fisher 1935, The Design of Experiments).
-No variance is estimated, so nothing that happens to one user can hide what happens to others. One
-more failure under the candidate never lowers the evidence.
+The evidence needs no estimate of a variance. Events of one user therefore cannot hide those of
+others. One more failure under the candidate never lowers the evidence.
 
 The evidence is the mean wealth of gamblers with different lambda, h and m, which is an e-process,
 too.

@@ -133,7 +133,7 @@ def list_limits(gate: TaskMetricGate) -> Iterator[MetricLimit]:
 def judge_metric(gate: MetricGate, evidence: Evidence) -> Iterator[GateResult]:
     """Judge each limit of a metric gate; a limit of a change for each other model.
 
-    A comparison without labels yields no result for a first release.
+    A comparison without labels is left out for a first release.
     """
     name = gate.definition().label
     entries = list_entries(name, evidence)

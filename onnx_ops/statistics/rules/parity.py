@@ -434,7 +434,7 @@ def judge_invariance(gate: ParityGate, evidence: Evidence) -> Iterator[GateResul
     rows = max(m.rows for m in measured)
     non_finite = [m.output for m in measured if not _is_finite(m)]
     if non_finite:
-        reason = f"output {min(non_finite)!r}: a value is not finite"
+        reason = f"output {min(non_finite)!r}: a measured value is not finite"
         result = BATCH_INVARIANCE.make_result(gate, reason, n=rows)
         yield replace(result, verdict=Verdict.ERROR, bound=None, unit="")
         return

@@ -143,7 +143,7 @@ def _judge_regression(
 ) -> Iterator[GateResult]:
     """Judge the ratio of a quantity to that of the baseline.
 
-    Nothing is yielded if the gate has no such limit, or if there is no baseline.
+    A result is yielded only if the gate has such a limit, and there is a baseline.
     """
     baseline = get_baseline(evidence)
     if max_regression is None or not baseline:

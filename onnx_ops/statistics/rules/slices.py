@@ -61,7 +61,7 @@ class _Comparison:
 
     @property
     def metric(self) -> str:
-        """Name of the comparison in results."""
+        """Return the name of the comparison in results."""
         return f"{self.name} by slice" + (f" vs {self.against}" if self.against else "")
 
 

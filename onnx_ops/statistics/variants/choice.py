@@ -1,6 +1,6 @@
 """The choice of the variant to serve on each target.
 
-The module imports no numerical library, since a run without work needs it too.
+The module imports no numerical library, and thus loads fast. A run without work needs it too.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class _Candidate:
 def choose(decisions: Sequence[Decision], policy: TargetObjective = LATENCY) -> Choice:
     """Choose the passing variant to serve on one target, by the objective.
 
-    The correction for several variants applies first. If no variant passes, the result names none.
-    If latency or cost is preferred, a passing fp32 is chosen unless a variant beats it with
+    The correction for several variants applies first. The result names a variant only if one
+    passes. If latency or cost is preferred, a passing fp32 is chosen unless a variant beats it with
     confidence. Variants whose intervals overlap with that of the best variant are tied with it.
     Among tied variants, the one with the fewest bytes is chosen, then the first in the pipeline
     file.
@@ -267,8 +267,9 @@ def estimate_prospects(result: GateResult, tried: int) -> tuple[float, float, fl
     result that is not about a change of all rows, and for an exact change.
 
     Returns:
-        Three probabilities: a variant without a change passes as one of `tried` variants; a variant
-            with a change of twice the limit passes; the latter variant fails.
+        Three probabilities. The first is that a variant without a change passes as one of `tried`
+            variants. The others are that a variant with a change of twice the limit passes, and
+            that it fails.
     """
     if (
         result.p_value is None

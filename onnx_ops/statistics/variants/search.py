@@ -122,8 +122,8 @@ def _estimate_cost(state: SearchState, action: BuildTrial | ProbeNode) -> float:
 def _list_steps(state: SearchState) -> Iterator[BuildTrial | ProbeNode]:
     """Yield the next step of each unfinished recipe, the most promising first.
 
-    A failing recipe gets no repairs if it is slower than another recipe with confidence; see
-    `_find_time_to_beat`.
+    A failing recipe gets no repairs if it is slower than fp32 or another recipe with confidence;
+    see `_find_time_to_beat`.
     """
     new = [recipe for recipe in state.recipes if state.find(recipe.name, ()) is None]
     yield from (_build_whole(recipe) for recipe in new if not recipe.deferred)
@@ -406,7 +406,7 @@ def assign_roles(
     trials, places = state.trials, compute_pareto_front(state)
     if not places:
         reason = _explain_empty_front(state) + (
-            f"; not all recipes were tried: {unfinished}" if unfinished else ""
+            f"; the search ended early: {unfinished}" if unfinished else ""
         )
         return tuple(FrontierSlot(role=role, reason=reason) for role in roles)
     fast = min(
