@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from onnx_ops.tools.sample_rows import SampleRows
 
 _MOST_ROWS = 100_000
-"""Maximum number of rows that are read from the data."""
+"""Maximum number of rows of the data that are used; the rest is read and ignored."""
 
 
 def judge(

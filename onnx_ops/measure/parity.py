@@ -151,7 +151,7 @@ def _drop_useless_scores(
 def _are_scores_useless(name: str, rounding: Rounding, tensors: Sequence[Tensors]) -> bool:
     """Return whether the scores of an output do not rank the source's answers.
 
-    The result is True if the source does not have the output, and False without scores.
+    The result is True if the source lacks the output, and False if the output lacks scores.
     """
     if rounding.scores is None:
         return False

@@ -1,6 +1,6 @@
 """Outputs and labels of models in the form that a task metric reads.
 
-Functions raise UserError if outputs or labels do not fit the metric, or do not fit each other.
+Functions raise UserError if outputs or labels do not fit the metric or each other.
 """
 
 from __future__ import annotations
@@ -320,8 +320,8 @@ def prepare_label(
 ) -> Array | None:
     """Return the label as the metric needs it; None without a label.
 
-    Only metrics of embeddings and tokens need no label. A label that they cannot read counts as
-    none. `group` numbers the query of each row for metrics of retrieval.
+    Only metrics of embeddings and tokens need no label. A label that they cannot read is ignored.
+    `group` numbers the query of each row for metrics of retrieval.
     """
     prepared = _convert_label(definition, label, group)
     if prepared is not None and definition.metric is not None:

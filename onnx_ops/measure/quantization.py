@@ -67,8 +67,8 @@ def measure_activations(
     Temporary copies of both, with intermediate values as outputs, are written beside the models.
 
     Raises:
-        MeasurementError: one of the models does not run on the rows, there are fewer rows than the
-            fixed batch has, or an integer operator cannot be read.
+        MeasurementError: one of the models fails on the rows, or an integer operator cannot be
+            read. The same error is raised if there are fewer rows than the fixed batch has.
     """
     activations = read_quantized_activations(derived)
     feeds = tuple(split_feeds(derived, samples))
@@ -192,14 +192,14 @@ def measure_weights(
     With a runtime and rows, the layers of weights that moved by more than rounding are also run.
 
     Raises:
-        MeasurementError: a quantized weight cannot be compared, an integer operator cannot be read,
-            or the export does not run.
+        MeasurementError: a quantized weight cannot be compared, an integer operator is unreadable,
+            or the export fails.
     """
     measurements, unpaired = measure_paired_weights(source, derived, runtime, samples)
     if unpaired:
         what = (
-            f"quantized weight {unpaired[0]} cannot be compared: the source has no such "
-            "weight, or stores it in another layout"
+            f"quantized weight {unpaired[0]} cannot be compared: the source lacks it, or stores it "
+            "in another layout"
         )
         raise MeasurementError(what, where=derived.name)
     return measurements
@@ -214,7 +214,7 @@ def measure_paired_weights(
         The measurements, as in `measure_weights`, and the names of the weights without an original.
 
     Raises:
-        MeasurementError: the export does not run, or an integer operator cannot be read.
+        MeasurementError: the export fails, or an integer operator cannot be read.
     """
     with _balanced_like(derived, source) as exact:
         pairs, unpaired = _list_pairs(exact, derived)

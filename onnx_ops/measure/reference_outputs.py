@@ -261,8 +261,9 @@ def collect_reference_outputs(
     the pipeline declares for callers. `layout` describes the axes of the source's rows.
 
     Raises:
-        UserError: the source rejects the real samples, or answers them differently each time. Or
-            there are no samples, or declared values do not fit the type of an input.
+        UserError: the source rejects the real samples, or answers them differently each time. The
+            same error is raised if samples are missing, or if declared values have another type
+            than their input.
     """
     source = _Source(
         exporter, model, has_trees(path), list_ranked_outputs(path), layout or RowLayout()
@@ -399,7 +400,7 @@ def build_probes(
     """Return the groups of inputs for the export and its source, real rows first.
 
     Raises:
-        UserError: there are no rows, or declared values do not fit the type of an input.
+        UserError: rows are missing, or declared values have another type than their input.
     """
     fixed = read_model_info(path).fixed_batch
     try:

@@ -161,8 +161,8 @@ def fit_value(value: Any, spec: TensorSpec, sizes: Mapping[str, int] | None = No
     `sizes` are the sizes of free axes by name.
 
     Raises:
-        UserError: the value does not fit the type or the shape of the input, or `read_dtype` does
-            not support the type.
+        UserError: the value does not fit the type or the shape of the input, or `read_dtype`
+            rejects the type.
     """
     array, kind = np.asarray(value), read_dtype(spec)
     if not _is_convertible(array, kind):

@@ -263,8 +263,8 @@ def add_default_metric(
 ) -> tuple[tuple[MetricDefinition, ...], MetricDefinition | None]:
     """Add rmse if labels are numbers and no metric reads numbers.
 
-    Only the answers of a model show whether it returns classes or numbers. Either accuracy or rmse
-    is then reported.
+    Only the answers of a model show whether it returns classes or numbers. The benchmark drops rmse
+    if accuracy was measured.
 
     Returns:
         The metrics, and the added metric or None.
@@ -286,7 +286,7 @@ def find_label_problem(
 
     `outputs` have as many rows as there are labels, and the shapes and types of the model's
     answers. They are None if shapes and types are unknown. The function that decodes them is not
-    called, since their values are not those of the model.
+    called, since it needs the values of the model.
     """
     try:
         label, positive = _read_label(definition, dataset.label, dataset.group)
@@ -435,7 +435,7 @@ def _convert_values(definition: MetricDefinition, prediction: Prediction) -> Pre
 def _check_classes(definition: MetricDefinition, label: Array | None, answers: Array) -> None:
     """Raise UserError if all detections are of classes that the label lacks.
 
-    Metrics that do not read detections are not checked.
+    Only metrics that read detections or keypoints are checked.
     """
     if label is None or definition.reads not in ("detections", "keypoints"):
         return
@@ -450,7 +450,7 @@ def _check_classes(definition: MetricDefinition, label: Array | None, answers: A
 def _make_unreadable(
     definition: MetricDefinition, name: str, problem: Prediction | OnnxOpsError
 ) -> ScoreComparison:
-    """Return the entry of a model whose answers are not finite or cannot be read.
+    """Return the entry of a model whose answers are NaN, infinite or unreadable.
 
     NaN is a failure of the candidate only. Another model that answers with NaN is not compared.
     """

@@ -39,7 +39,7 @@ class SlicePlan:
     def list_rows(self, metric: str | None = None) -> Iterator[tuple[str, Array]]:
         """Yield the name of each slice that has rows, and the numbers of its rows.
 
-        Nothing is yielded for a metric that is not measured in slices.
+        Nothing is yielded for a metric outside `metrics`.
         """
         if metric is not None and metric not in self.metrics:
             return

@@ -241,7 +241,7 @@ def measure_starts(
 def compare_starts(pair: PairedBenchmark) -> tuple[tuple[PairedRatios, ...], RawSamples]:
     """Compare fresh processes of baseline and candidate, look by look.
 
-    Peak memory has no entry if the system does not report it.
+    Peak memory is left out if the system does not report it.
     """
 
     def measure(rounds: int, seed: int) -> StartSamples:

@@ -151,7 +151,7 @@ _SOUND_HEADER_BYTES = 44
 def _check_sound(path: Path, remedy: str) -> None:
     """Raise UserError if a WAV file ends before its samples.
 
-    Codings that the module `wave` cannot read are not checked.
+    Only codings that the module `wave` can read are checked.
     """
     try:
         with wave.open(str(path), "rb") as sound:

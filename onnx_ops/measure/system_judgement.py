@@ -52,8 +52,8 @@ class SystemRequest:
 class SystemJudgement:
     """The results on each target; `worst` is the input that a report shows.
 
-    `step` names the first step that failed (not an advisory one), or `ANSWER`; empty if neither
-    failed.
+    `step` names the first step that failed, apart from advisory steps. Otherwise, it is `ANSWER` if
+    the final answers failed, and empty if they did not.
     """
 
     decisions: tuple[Decision, ...]

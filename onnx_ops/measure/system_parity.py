@@ -64,7 +64,7 @@ class System:
 
     @property
     def steps(self) -> tuple[SystemStep, ...]:
-        """All steps in order, with the model as the step `output`."""
+        """Return all steps in order, with the model as the step `output`."""
         model = SystemStep(name=OUTPUT, reference=self.candidate.name, graph=self.candidate)
         return (*self.before, model, *self.after)
 
@@ -102,7 +102,7 @@ class StepMeasurement:
 
     @property
     def span(self) -> float:
-        """Largest range of the source's signal in one input."""
+        """Return the largest range of the source's signal in one input."""
         return max((distance.span for _, _, distance in self.distances), default=0.0)
 
     def explain(self) -> str:
@@ -174,9 +174,9 @@ def measure_system(
 
     Raises:
         UserError: the source raises an error, or a step of the candidate does so without an earlier
-            difference. Or no step before the model is declared, and the source records no input of
-            the model.
-        MeasurementError: the runtime could not run a graph, without an earlier difference.
+            difference. The same error is raised if the model is the first declared step, and the
+            source does not record its input.
+        MeasurementError: a graph failed in the runtime without an earlier difference.
         StageError: the source or a step fails because of the machine.
     """
     steps = system.steps
@@ -323,8 +323,8 @@ def _build_tensor(spec: TensorSpec, value: Any) -> Any:
         array = array.astype(object)
     elif array.dtype.kind in "biuf":
         wanted = np.dtype(_TYPES.get(spec.dtype, spec.dtype)) if spec.dtype != "bfloat16" else None
-        # Floats are not converted to integers or booleans, nor these to floats. Such a mismatch is
-        # a difference between the systems, and must be reported.
+        # A float in place of an integer or boolean, or the reverse, is a difference between the
+        # systems, and must be reported.
         if wanted is not None and (wanted.kind == "f") == (array.dtype.kind == "f"):
             array = array.astype(wanted)
     return array[None] if array.ndim == len(spec.shape) - 1 else array

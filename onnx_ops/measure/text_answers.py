@@ -18,7 +18,7 @@ def read_texts(array: Array, where: str) -> Array:
     """Return texts as NumPy strings of the same shape.
 
     Raises:
-        UserError: an entry is not a text, or is not encoded in UTF-8.
+        UserError: an entry is not a text, or has another encoding than UTF-8.
     """
     if array.dtype.kind == "U":
         return array

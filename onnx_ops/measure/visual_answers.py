@@ -207,7 +207,7 @@ def prepare_detections(definition: MetricDefinition, label: Array, detections: A
 def find_strange_classes(label: Array, detections: Array) -> str:
     """Return a message if no detection has a class of the label; otherwise empty.
 
-    The message is also empty without detections, or without objects in the label.
+    The message is also empty if detections or the label's objects are missing.
     """
     answered = np.unique(detections[..., _CLASS][detections[..., _CLASS] != PADDING])
     known = np.unique(label[..., _OBJECT_CLASS][label[..., _OBJECT_CLASS] != PADDING])

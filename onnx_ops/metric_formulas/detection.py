@@ -241,7 +241,8 @@ def _list_objects(kind: Kind, label: Array) -> list[dict[str, Any]]:
 def _list_detections(kind: Kind, answers: Array, classes: Array) -> list[dict[str, Any]]:
     """Return the detections as pycocotools reads them.
 
-    Detections of classes without an object are omitted: these classes have no precision.
+    Detections of classes without an object are omitted, since the precision of such classes is
+    undefined.
     """
     image, place = np.nonzero(np.isin(answers[..., 5], classes))
     annotations = []
@@ -324,7 +325,7 @@ def make_recall_statistic(matches: Matches, answers: Array) -> MetricStatistic:
 def average_recall(matches: Matches) -> Statistic:
     """Return the statistic for the mean recall over classes and thresholds.
 
-    Classes without an object are not part of the mean.
+    The mean is over classes with an object.
     """
     from scipy import sparse
 

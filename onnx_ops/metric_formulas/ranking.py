@@ -39,7 +39,8 @@ def compute_reciprocal_rank(grades: Array, scores: Array, k: int) -> npt.NDArray
 def _rank_relevant(grades: Array, scores: Array) -> npt.NDArray[np.float64]:
     """Return the rank of each relevant item from 1; infinity for other items.
 
-    Equal scores count against the model, so that a model without preferences gains nothing.
+    Equal scores count against the model, so that a model that scores all items equally gains
+    nothing.
     """
     relevant = grades > 0
     # An item that does not exist ranks last, and an irrelevant item before a relevant one with the

@@ -63,7 +63,7 @@ def find_class_step(rows: int, holders: Array) -> float:
 
     Args:
         rows: number of rows.
-        holders: number of rows with each class; classes without rows do not count.
+        holders: number of rows with each class; classes with 0 rows do not count.
     """
     known = holders[holders > 0]
     return max(1 / rows, 1 / (len(known) * int(known.min()))) if len(known) else 1 / rows

@@ -1,9 +1,9 @@
 """Benchmark one ONNX file, or compare two, without a pipeline.
 
-Functions raise UserError for a file that is not a valid model, or that does not fit the target or
-the other file. They raise MeasurementError if a model does not run, or if the machine does not meet
-the target's requirements. `benchmark_pair` also raises it if the baseline does not run on the
-requested provider.
+Functions raise UserError for an invalid model file, or for one that does not fit the target or the
+other file. They raise MeasurementError if a model fails, or if the machine does not meet the
+target's requirements. `benchmark_pair` also raises it if the baseline does not run on the requested
+provider.
 """
 
 from __future__ import annotations

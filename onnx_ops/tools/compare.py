@@ -1,6 +1,6 @@
 """Compare two ONNX files: check whether they compute the same function.
 
-There is no source in float64, so the noise of correct answers cannot be measured. The reference is
+The noise of correct answers cannot be measured: this needs a source in float64. The reference is
 A's answers without graph optimizations. The noise is replaced by a fixed tolerance, or by the
 rounding error that is computed from the graph if that is larger.
 """
@@ -101,7 +101,7 @@ class OutputDifference:
 class ParityResult:
     """The comparison of B with A.
 
-    `notes` list what was not compared or not judged, the outputs that only B has, and how maps and
+    `notes` list what was left out or not judged, the outputs that only B has, and how maps and
     sequences were compared. `trees` compares the trees of both models, if they have trees.
     `coverage` is the part of a quantized B that runs in int8. `advice` lists the causes that slow B
     down.
@@ -160,11 +160,11 @@ def compare(
     Runtime on this machine.
 
     Raises:
-        UserError: a file is not a valid model, the two models have different inputs, a model needs
-            an opset, IR version or operators that the target lacks, or an output has another shape
-            for other rows.
-        MeasurementError: the machine does not meet the target's requirements, a model does not run,
-            or A gives different answers to the same rows.
+        UserError: a file is not a valid model, or the two models have different inputs. The same
+            error is raised if a model needs an opset, IR version or operators that the target
+            lacks, or if an output has another shape for other rows.
+        MeasurementError: the machine does not meet the target's requirements, a model fails, or A
+            gives different answers to the same rows.
     """
     shared_inputs(a, b)
     require_hardware(runtime, target)
@@ -233,7 +233,7 @@ def _require_operators(model: Path, place: Target, target: Target) -> None:
 def _make_groups(a: Path, b: Path, samples: SampleRows) -> tuple[InputGroup, ...]:
     """Return the groups of inputs, with rows near the splits of any trees.
 
-    There are no such rows if the model has inputs without rows.
+    Such rows are left out if the model has inputs without rows.
     """
     with_trees = _list_tree_models(a, b)
     splits = (
@@ -338,7 +338,12 @@ def _note_outside(differences: Sequence[OutputDifference]) -> list[str]:
         return []
     names = ", ".join(sorted({d.group for d in differing}))
     reason = differing[0].reason
-    return [f"not judged, because no supplied row is similar: B differs on {names} ({reason})"]
+    return [
+        (
+            "not judged, since these inputs are unlike all supplied rows: "
+            f"B differs on {names} ({reason})"
+        )
+    ]
 
 
 def _shorten(names: Sequence[str]) -> str:

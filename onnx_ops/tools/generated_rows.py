@@ -180,8 +180,8 @@ def generate_samples(
         fix: values of inputs by name.
 
     Raises:
-        UserError: an input is not a tensor, takes encoded images, or has a type that cannot be
-            generated. The same error is raised if one row exceeds 1 GiB, or if `dims` or `fix` has
+        UserError: an input takes encoded images, or has a type that cannot be generated, such as a
+            sequence. The same error is raised if one row exceeds 1 GiB, or if `dims` or `fix` has
             an unknown name. It is also raised if a value of `fix` does not fit its input.
     """
     fix, bounds = fix or {}, bounds or {}
@@ -366,7 +366,7 @@ def settle_samples(
     """Return generated samples that a model accepts.
 
     They are the given samples, or samples with other values or sizes. At most 32 are tried. Samples
-    that need no trial are returned without one.
+    that need no trial are returned immediately.
 
     Raises:
         MeasurementError: the model accepts none of the tried samples.

@@ -3,7 +3,7 @@
 A float candidate must compute the same function as its baseline. A rounded candidate is judged by
 each weight and activation, by the function without rounding, and by the effect of rounding on the
 task. The modules for rounded candidates and for task metrics are imported at first use. A pair of
-float32 files without labels does not need them.
+float32 files needs them only to judge a task metric.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def judge_candidate(request: JudgeRequest) -> Judgement:
     """Measure what the candidate's kind requires, and judge the evidence by gates.
 
     Raises:
-        UserError: a file is not valid or does not fit a target, the two files have different
-            inputs, or a metric does not fit them.
+        UserError: a file is invalid or does not fit a target, or the two files have different
+            inputs. The same error is raised if a metric does not fit them.
     """
     notes: dict[str, None] = {}
     try:
@@ -228,11 +228,11 @@ def _judge_answers(
 ) -> tuple[list[GateResult], tuple[Advice, ...] | None]:
     """Judge the candidate's answers on one target.
 
-    A float32 pair is compared at every setting of the sweep, but with one batch size. A float16
-    candidate, and a float candidate with another baseline, are compared at the first setting. The
-    answers of other rounded candidates are not compared. All are also judged by `_judge_task`, and
-    a retrained candidate only by it. The advice is None if the
-    execution of the candidate was not inspected.
+    A float32 pair is compared at every setting of the sweep, but with one batch size. Candidates
+    with a rounded baseline, and float16 candidates, are compared at the first setting. The answers
+    of other rounded candidates are not compared. All are also judged by `_judge_task`, and a
+    retrained candidate only by it. The advice is None if the execution of the candidate was not
+    inspected.
     """
     if request.retrained:
         return _judge_task(request, runtime, target), None

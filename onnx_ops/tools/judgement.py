@@ -74,7 +74,7 @@ class JudgeRequest:
 
     @property
     def has_metric(self) -> bool:
-        """Whether the task metric can be computed.
+        """Return whether the task metric can be computed.
 
         It needs a data set, and usually labels.
         """
@@ -128,7 +128,7 @@ class Judgement:
 
 
 def add_cause(result: GateResult, cause: str) -> GateResult:
-    """Add a cause to the reason of a result that does not pass and is not advisory."""
+    """Add a cause to the reason of a result, unless it passes or is advisory."""
     if not cause or result.verdict is Verdict.PASS or result.advisory:
         return result
     return replace(result, reason=f"{result.reason}; {cause}")

@@ -17,7 +17,7 @@ def shared_inputs(a: Path, b: Path | None = None) -> tuple[TensorSpec, ...]:
     """Return the inputs of a model, or those that two models share.
 
     Raises:
-        UserError: a file is not ONNX, or the two models do not have the same inputs.
+        UserError: a file is not ONNX, or the two models have different inputs.
     """
     first = read_model_info(a).inputs
     if b is None:

@@ -1,8 +1,8 @@
 """Quantize one ONNX file, by a recipe or by search.
 
-Functions raise UserError for an invalid file, an output path that cannot be used, or a recipe that
-does not fit. A search raises it for a budget that no variant meets. They raise StageError if a
-library fails.
+Functions raise UserError for an invalid file, an unusable output path, or a recipe that does not
+fit. A search raises it for a budget that no variant meets. They raise StageError if a library
+fails.
 """
 
 from __future__ import annotations
@@ -375,7 +375,7 @@ def search_variant(
 
 
 def _suggest_options(result: SearchResult) -> str:
-    """Return the remedy for a search that found no model, without a full stop."""
+    """Return the remedy for a search that found no model; it lacks a full stop."""
     record = result.record
     if record.timed_out:
         return "Allow more time with `--budget max_minutes=…`"

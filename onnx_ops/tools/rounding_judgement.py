@@ -243,10 +243,10 @@ def judge_rounding(request: JudgeRequest, notes: dict[str, None]) -> Iterator[Ga
 
 
 def _list_excluded(request: JudgeRequest, weights: Sequence[WeightMeasurement]) -> set[str]:
-    """Return the metrics that were not measured, or not on rows as in production.
+    """Return the metrics that were not measured on rows like those in production.
 
-    The result on the outputs of the export is also excluded: the comparison of the functions
-    without rounding replaces it.
+    Metrics that were not measured at all are included. The result on the outputs of the export is
+    also excluded: the comparison of the functions without rounding replaces it.
     """
     excluded = {EXPORT_OUTPUTS.metric}
     if request.dataset is None:
@@ -289,7 +289,7 @@ def _describe_unpaired(names: Sequence[str]) -> str:
         f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     )
     count = "1 weight was" if len(names) == 1 else f"{len(names)} weights were"
-    return f"{count} not compared, since A has no original ({shown}): the task metric decides"
+    return f"{count} not compared, since A lacks the original ({shown}): the task metric decides"
 
 
 def _take_few(rows: Tensors, count: int) -> Tensors:
@@ -308,7 +308,7 @@ def _judge_function(
     """Judge whether the candidate without rounding computes the baseline's function.
 
     The baseline gets the weights of the candidate. `corrected` names biases that the quantizer
-    moved to compensate for rounding. The result is empty if weights of the candidate have no
+    moved to compensate for rounding. The result is empty if weights of the candidate lack an
     original, or if the functions cannot be computed, which a note explains. The task metric then
     decides.
     """
@@ -329,7 +329,7 @@ def _judge_function(
                 request.exact, REFERENCE, plain, exact, samples, request.report, sizes=request.sizes
             )
         except (MeasurementError, UserError) as error:
-            notes[f"the function without rounding was not compared: {error}"] = None
+            notes[f"the unrounded function was not compared: {error}"] = None
             return []
     result = make_parity_result(parity, "function")
     text = "without its rounding, B " + (

@@ -29,8 +29,8 @@ from onnx_ops.tools.judgement import JudgeRequest
 def judge_task(request: JudgeRequest, runtime: Runtime, target: Target) -> list[GateResult]:
     """Judge the task metric; without labels, judge how many answers change.
 
-    Some metrics need no labels, and are judged without them. For other metrics without labels, the
-    result is PASS if the answers to rows of a data set change little enough. Otherwise, it is
+    Some metrics need no labels, and are judged on every data set. For other metrics without labels,
+    the result is PASS if the answers to rows of a data set change little enough. Otherwise, it is
     INCONCLUSIVE.
     """
     dataset, gate, runtime = request.dataset, request.metric, request.arrange(runtime)
@@ -124,7 +124,7 @@ def _judge_agreement(
 ) -> GateResult | None:
     """Judge the share of rows whose class changes, with A's classes as labels.
 
-    Return None if the answers are not classes, or cannot be judged.
+    Return None for answers other than classes, and for those that cannot be judged.
     """
     try:
         parts = read_answers(
