@@ -327,7 +327,8 @@ def make_probe_groups(
 
 def _make_multiples(samples: Tensors, rows: Rows) -> dict[str, ProbeGroup]:
     """Return those multiples of real rows that the types of all float inputs can hold."""
-    # Each pair consists of the largest value of a float input and the largest value of its type.
+    # Each pair shows how far a float input can be multiplied: its largest value, and that of its
+    # type.
     room = []
     for array in (array for array in samples.values() if array.dtype.kind == "f"):
         values = np.abs(array.astype(np.float64))

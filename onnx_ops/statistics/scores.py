@@ -452,8 +452,8 @@ def _compare_losses(
     sums: dict[str, Array] = {
         name: np.bincount(units, weights=loss) for name, loss in losses.items()
     }
-    # The loss of each unit is divided by its number of rows, or by its part of the variance for an
-    # explained share.
+    # The metric divides the sum of losses by the sum of these shares. A share is the number of rows
+    # of a unit or, for an explained share, its part of the variance.
     weights = np.square(label - label.mean()) if method.explained else None
     share = np.bincount(units, weights=weights).astype(float)
     if why := _explain_undefined_mean(definition, method, label, losses[CANDIDATE], share):

@@ -389,7 +389,7 @@ def _suggest_options(result: SearchResult) -> str:
 
 
 def _replace_closest(result: SearchResult, path: Path) -> str:
-    """Replace the file of an earlier search's closest model, and return a text with its name.
+    """Replace the closest model of an earlier search; return a text that names it.
 
     If this search has no closest model, the file is only removed, and the text is empty.
     """

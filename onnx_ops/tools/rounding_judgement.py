@@ -226,7 +226,8 @@ def judge_rounding(request: JudgeRequest, notes: dict[str, None]) -> Iterator[Ga
             notes[f"weights were not compared: {error}"] = None
         activations = _measure_int8_activations(request, inside, a, b, rows, notes)
         corrected = {weight.tensor for weight in weights if weight.bias and is_compensating(weight)}
-        # The models run in a separate process, so a crash can be reported.
+        # Unlike `inside`, `request.exact` runs the models in a separate process, so a crash can be
+        # reported.
         function = _judge_function(request, a, corrected, notes)
     target = request.targets[0]
     evidence = replace(

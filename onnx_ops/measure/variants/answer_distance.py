@@ -29,10 +29,10 @@ _AGREEMENT = 0.8
 
 
 def describe_far_answers(runtime: Runtime, source: Path, variant: Path, rows: Tensors) -> str:
-    """Return which output of the variant is missing or far from the source's, and how far.
+    """Return which output of the variant is missing or far from the source's.
 
-    Only float outputs with two or more axes are compared, in batches that give the same shape. The
-    text is empty if no output is missing or far.
+    The text also states how far. Only float outputs with two or more axes are compared, in batches
+    that give the same shape. The text is empty if no output is missing or far.
 
     Raises:
         MeasurementError: one of the two models does not run on the rows.

@@ -119,7 +119,7 @@ def fix_thresholds(
         **{name: share for name, share in LATENCY_PLACES.items() if name in max_increases},
     }
     stable: dict[str, float] = {}
-    # The chosen bound is the one with the closest log odds of the share above it.
+    # In the tails, log odds compare shares by their ratio, so that high percentiles are fitted too.
     for name, share in shares.items():
         wanted = _log_odds(1 - share)
         stable[name] = bounds_s[

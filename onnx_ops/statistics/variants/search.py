@@ -426,7 +426,7 @@ def assign_roles(
 
 
 def _is_shown_faster(trial: Trial) -> bool:
-    """Return whether a trial is faster than fp32 with confidence on at least one target."""
+    """Return whether a trial is faster than fp32 with confidence on any target."""
     return any(ratio.high < 1 for ratio in trial.ratios.values())
 
 
