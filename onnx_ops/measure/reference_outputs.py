@@ -262,8 +262,8 @@ def collect_reference_outputs(
 
     Raises:
         UserError: the source rejects the real samples, or answers them differently each time. The
-            same error is raised if samples are missing, or if declared values have another type
-            than their input.
+            same error is raised if samples are missing, or if texts are declared as values of a
+            numeric input.
     """
     source = _Source(
         exporter, model, has_trees(path), list_ranked_outputs(path), layout or RowLayout()
@@ -400,7 +400,7 @@ def build_probes(
     """Return the groups of inputs for the export and its source, real rows first.
 
     Raises:
-        UserError: rows are missing, or declared values have another type than their input.
+        UserError: rows are missing, or texts are declared as values of a numeric input.
     """
     fixed = read_model_info(path).fixed_batch
     try:

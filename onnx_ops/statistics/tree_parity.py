@@ -327,7 +327,7 @@ def _find_differences(tree: Tree, source: Tree) -> Iterator[tuple[int, str]]:
         yield (
             max(1, ((here - there) + (there - here)).total()),
             (
-                f": {_describe_size(tree)} arranged differently from the source's "
+                f": {_describe_size(tree)} arranged differently, the source has "
                 f"{_describe_size(source)}"
             ),
         )
@@ -338,7 +338,7 @@ def _find_differences(tree: Tree, source: Tree) -> Iterator[tuple[int, str]]:
             1,
             (
                 f", node {node}: splits at feature {tree.features[node]}, "
-                f"the source at {source.features[node]}"
+                f"the source has feature {source.features[node]}"
             ),
         )
     same = splits & (tree.features == source.features)

@@ -197,7 +197,7 @@ def _describe(m: ParityMeasurement) -> str:
     if m.mismatch:
         return f"{where}: {join_lines(m.mismatch)}"
     if m.noise == 0 and m.error > 0:
-        return f"{where}: error {m.error:.3g} although the source has no rounding noise"
+        return f"{where}: error {m.error:.3g} although the source's noise is 0"
     if m.tolerance:
         unit = f"a tenth of the tolerance {m.tolerance} (the source does not run in float64)"
     else:
