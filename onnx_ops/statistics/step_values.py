@@ -41,9 +41,10 @@ The first is for a value of the form `resampled` (or `same` with whole levels), 
 class StepDistance:
     """The difference of two values.
 
-    `mismatch` describes a difference of form: shape, number, kind, or values that are not finite.
-    `changed` is the share of texts, labels and ids that differ. `error` is the largest difference
-    of a number, relative to its size plus a tenth of the reference's largest size.
+    `mismatch` describes a difference of form: the shape, the number or names of parts, or the
+    places of NaN and infinity. `changed` is the share of texts, labels and ids that differ. `error`
+    is the largest difference of a number, relative to its size plus a tenth of the reference's
+    largest size.
 
     `mean` and `tail` (99th percentile) are those of the absolute differences. `shift` is the mean
     of the value minus that of the reference. `span` is the range of the reference, and `LEVELS` for

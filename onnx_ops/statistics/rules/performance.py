@@ -44,9 +44,9 @@ from onnx_ops.statistics.rules.common import (
 T = TypeVar("T", bound=LatencyComparison | PairedRatios)
 
 _SPEEDUP_TEXTS = {
-    Verdict.PASS: "faster with 95 % confidence",
+    Verdict.PASS: "with 95 % confidence, faster",
     Verdict.INCONCLUSIVE: "not shown to be faster",
-    Verdict.FAIL: "not faster, with 95 % confidence",
+    Verdict.FAIL: "with 95 % confidence, not faster",
 }
 
 PROCESS_FIGURES = {"load": "load time", "first": "first inference", "peak": "peak memory"}
