@@ -428,7 +428,7 @@ BIASED = against("champion", 1.15, self_log_ratios=((0.1,), (0.11,)) * 20)
         (ParityGate(), replace(FP32, parity=(parity(mismatch="shape (1,)"), parity(9.0))),
          "outputs", FAIL, "(1,)"),
         (ParityGate(noise_factor=1000), replace(FP32, parity=(parity(1e30, noise=0.0),)),
-         "outputs", FAIL, "rounding"),
+         "outputs", FAIL, "noise is 0"),
         (ParityGate(), replace(FP32, parity=(one_row(),)), "outputs", FAIL, "50x"),
         (ParityGate(), replace(INT8, export_parity=(parity(11.0),)), "export", FAIL, "11x"),
         (ParityGate(), replace(INT8, weights=()), "weights", INCONCLUSIVE, "not measured"),
