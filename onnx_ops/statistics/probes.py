@@ -488,7 +488,7 @@ def _insert_values(
 def choose_other_sizes(size: int) -> tuple[int, ...]:
     """Return other sizes of an axis to test.
 
-    They are 1, half the size, and twice the size. Half the size is rounded down. Two sizes are odd:
+    They are 1, half the size, and twice the size. Half the size is rounded down. Two more are odd:
     the smallest that is at least the half, and the smallest above the size.
     """
     half, larger = size // 2, size + 1 + size % 2
