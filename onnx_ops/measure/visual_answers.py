@@ -89,7 +89,7 @@ def _has_columns(array: Array, columns: int) -> bool:
 
 
 def _count_points(array: Array, before: int) -> int:
-    """Return the number of keypoints after the columns `before`; 0 if they do not fit."""
+    """Return the number of keypoints after `before` columns; 0 if they do not fit."""
     points, rest = divmod(array.shape[2] - before, POINT_COLUMNS)
     return max(0, points) if not rest else 0
 
