@@ -24,14 +24,15 @@ def advise_rows(gate: MetricGate, rows: int, groups: int = 0) -> Iterator[str]:
         has, kind = (groups, "groups") if groups and not counted else (rows, "rows")
         needed = find_needed_rows(definition, limit)
         claim = f"{definition.label}: {limit.text} cannot be passed with"
+        unless = ", unless the outputs of both models are equal" if limit.of_change else ""
         if needed is None:
-            unless = ", unless the outputs of both models are equal" if limit.of_change else ""
             yield f"{claim} any number of rows{unless}"
         elif has < needed:
-            best = (
-                "both models agree on all of them" if limit.of_change else "all answers are right"
-            )
-            yield f"{claim} {has} {kind}, even if {best}; {needed} {kind} can suffice"
+            # With equal outputs, the interval of counted rows is exactly 0.
+            if not (counted and limit.of_change):
+                agree = "both models agree on all of them"
+                unless = f", even if {agree if limit.of_change else 'all answers are right'}"
+            yield f"{claim} {has} {kind}{unless}; {needed} {kind} can suffice"
 
 
 def find_needed_rows(definition: MetricDefinition, limit: MetricLimit) -> int | None:

@@ -162,7 +162,8 @@ class TestSigns:
         rng = np.random.default_rng(0)
         changes = [drawn(50, 10, 0.1, 0.05, seed) for seed in range(40)]
         inputs = {
-            "x": rng.standard_normal((50, 4)).repeat(10, axis=0) + rng.standard_normal((500, 4))
+            "x": rng.standard_normal((50, 4)).repeat(10, axis=0) + rng.standard_normal((500, 4)),
+            "without values": np.zeros((500, 0)),
         }
         shuffled = {"x": inputs["x"][rng.permutation(500)]}
         alike, unlike = (

@@ -221,6 +221,7 @@ class TestProvider:
                 None,
             ),
             (replace(CPU_FACTS, asked=(CPU,), used=(CPU,), nodes={}), None),
+            (replace(CPU_FACTS, asked=(CPU,), used=(), nodes={}), Verdict.INCONCLUSIVE),
         ],
         ids=[
             "unknown",
@@ -231,6 +232,7 @@ class TestProvider:
             "nodes unknown",
             "as asked",
             "cpu",
+            "used unknown",
         ],
     )
     def test_judge_passes_only_if_compute_nodes_run_on_requested_provider(

@@ -248,17 +248,13 @@ def connect_inputs(converted: Any, layout: InputLayout, samples: Tensors) -> Non
 
     Nodes that join, split, cast or reshape these inputs are added.
     """
-    from onnx import helper
-
     graph = converted.graph
     declared = _declare_inputs(samples)
     inner = _rename_inside(graph, samples)
     if layout.joined:
         front = _join_columns(layout, declared, inner)
     elif layout.split:
-        front = [
-            helper.make_node("Split", list(layout.order), inner, axis=1, num_outputs=len(inner))
-        ]
+        front = _split_columns(layout, declared, inner)
     else:
         front = _connect_each(graph, layout, declared, inner)
     nodes = [*front, *graph.node]
@@ -338,6 +334,24 @@ def _join_columns(
         for name in layout.order
     ]
     return [*front, helper.make_node("Concat", parts, list(inner), name="join_columns", axis=1)]
+
+
+def _split_columns(
+    layout: InputLayout, declared: Mapping[str, Any], inner: Sequence[str]
+) -> list[Any]:
+    """Return nodes that split the only input into the converter's columns.
+
+    `declared` has the data's input by name. `inner` are the names of the converter's inputs.
+    """
+    from onnx import helper
+
+    (name,) = layout.order
+    # All columns of a matrix have the same kind.
+    wanted = _get_element_types()[layout.types[0][1]]
+    front: list[Any] = []
+    matrix = _cast(helper, front, name, declared[name].type.tensor_type.elem_type, wanted)
+    split = helper.make_node("Split", [matrix], list(inner), axis=1, num_outputs=len(inner))
+    return [*front, split]
 
 
 def _connect_each(

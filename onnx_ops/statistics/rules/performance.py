@@ -44,9 +44,9 @@ from onnx_ops.statistics.rules.common import (
 T = TypeVar("T", bound=LatencyComparison | PairedRatios)
 
 _SPEEDUP_TEXTS = {
-    Verdict.PASS: "with 95 % confidence, faster",
+    Verdict.PASS: "faster, with 95 % confidence",
     Verdict.INCONCLUSIVE: "not shown to be faster",
-    Verdict.FAIL: "with 95 % confidence, not faster",
+    Verdict.FAIL: "not faster, with 95 % confidence",
 }
 
 PROCESS_FIGURES = {"load": "load time", "first": "first inference", "peak": "peak memory"}
@@ -348,13 +348,11 @@ def judge_provider(evidence: Evidence) -> Iterator[GateResult]:
     facts = evidence.runtime
     first = facts.asked[0] if facts and facts.asked else ""
     verdict, reason = Verdict.INCONCLUSIVE, ""
-    if facts is None or not first:
+    if facts is None or not first or not facts.used:
         reason = "which provider ran was not recorded"
     elif first not in facts.used:
-        verdict, reason = (
-            Verdict.ERROR,
-            f"{first} was requested, but {', '.join(facts.used) or 'nothing'} ran instead",
-        )
+        verdict = Verdict.ERROR
+        reason = f"{first} was requested, but {', '.join(facts.used)} ran instead"
     elif first != "CPUExecutionProvider":
         if fallbacks := _describe_fallbacks(facts, first):
             verdict, reason = Verdict.ERROR, f"{first} was requested, but {fallbacks}"
