@@ -30,7 +30,7 @@ REQUEST = ROOT / ".onnx-ops" / "request.json"
 BEGUN = REQUEST.with_name("demo-begun")
 """Marks a folder in which the demo has run.
 
-Its releases can no longer be repeated, since a release that was rolled back is not released again.
+Its releases cannot be repeated, since a release that was rolled back stays rejected.
 """
 ONNX_OPS = str(Path(sys.executable).with_name("onnx-ops"))
 CONNECTIONS, USERS = 4, 2000
@@ -268,7 +268,7 @@ def print_next_steps(url: str) -> None:
         f"  ask the endpoint         curl -s {url} -H 'content-type: application/json' "
         f"-d @{REQUEST.relative_to(ROOT)}\n"
         f"  run it again             onnx-ops run {PIPELINE}        "
-        "# nothing changed: nothing runs\n"
+        "# all results are cached\n"
         f"  the report               onnx-ops report {MODEL}/1\n"
         f"  all that happened        onnx-ops history {ENDPOINT}\n"
         "  see it in MLflow         the `mlflow server` line above, then http://127.0.0.1:5000\n"

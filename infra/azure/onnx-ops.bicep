@@ -15,7 +15,7 @@ param repository string
 @description('Environment of the jobs that release and promote. Azure trusts no job outside these two environments.')
 param environmentName string = 'production'
 
-@description('Environment of the job that rolls back. Give it no required reviewers, so that a rollback never waits.')
+@description('Environment of the job that rolls back. Give it no required reviewers, so that rollbacks start fast.')
 param rollbackEnvironmentName string = 'rollback'
 
 var unique = uniqueString(resourceGroup().id)

@@ -265,7 +265,7 @@ _RECORDING = (
     ("vars.ONNX_OPS_RUNNER_UNREVIEWED", "vars.ONNX_OPS_RUNNER_EVALUATION"),
     ("# A newer commit of the same pull request supersedes this one.\n    ", ""),
     ("group: onnx-ops-${{", "group: onnx-ops-evaluation-${{"),
-    ("cancel-in-progress: true", "cancel-in-progress: false"),
+    ("cancel-in-progress: true", "cancel-in-progress: false\n      queue: max"),
 )
 """Texts of the job of pull requests, and their replacements for merged changes."""
 

@@ -194,8 +194,8 @@ def _targets(project: Project) -> Iterator[Diagnosis]:
 def _pools(project: Project) -> Iterator[Diagnosis]:
     """Yield a finding for each work pool of the project or of the Prefect server.
 
-    Without Prefect or a configured Prefect server, nothing is yielded. If the server does not
-    answer, one finding reports this.
+    Nothing is yielded if Prefect or the configuration of its server is missing. If the server does
+    not answer, one finding reports this.
     """
     if plugins.absent(plugins.EXTRAS["prefect"]):
         return
@@ -298,7 +298,7 @@ def _keys(project: Project) -> Iterator[Diagnosis]:
     trusted = _list_trusted_keys(folder)
     if settings.signing == "off" and not trusted["gate"]:
         remedy = f"Copy the public keys of the signers into {folder}."
-        found = "none for decisions: no version can be promoted"
+        found = "none for decisions: every promotion is refused"
         yield _finding("trusted keys", found, ok=False, remedy=remedy)
     elif any(trusted.values()):
         shown = "; ".join(
@@ -447,7 +447,7 @@ def _without_file(project: Project) -> Iterator[Diagnosis]:
             folder = find_config_folder(root) / PIPELINES
             found = (
                 f"no file of {folder} declares pipeline {config.pipeline}; "
-                f"if the endpoint is not needed: onnx-ops delete {config.endpoint}"
+                f"to delete the endpoint: onnx-ops delete {config.endpoint}"
             )
             yield _finding(f"pipeline of {config.endpoint}", found)
 

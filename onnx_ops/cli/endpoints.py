@@ -347,7 +347,7 @@ def status_report(
     """
     if not statuses:
         say(
-            "No endpoints yet, or none with the given model or target. "
+            "No endpoints yet, or only endpoints of other models or targets. "
             "The first `onnx-ops run` of a pipeline with `deploy:` binds one."
         )
     for status in statuses:
@@ -386,14 +386,15 @@ def status_report(
 def _print_answer(status: EndpointStatus, elsewhere: str) -> None:
     """Print whether an endpoint answers, and what it serves.
 
-    If the endpoint does not answer or has no supervisor, print the command that repairs it. If
-    `elsewhere` gives a reason why it can run from another state folder, print this reason.
+    If the endpoint is silent or lacks a supervisor, print the command that repairs it. If
+    `elsewhere` gives a reason why it can run from another state folder, print this reason. A silent
+    endpoint without a stable version is skipped.
     """
     address, repair = status.address or "", f"onnx-ops reconcile {status.state.endpoint}"
     if status.actual is not None:
         _print_served(status, status.actual, address)
     elif status.unsupervised:
-        text = "answers at {}, but [red]has no supervisor[/red]: no change is possible"
+        text = "answers at {}, but [red]has no supervisor[/red] that can change it"
         print_text(text, address, indent=2)
         say(f"{repair} restarts its supervisor without a lost request", indent=2)
     elif status.state.roles.stable is not None and elsewhere:
@@ -414,7 +415,7 @@ def _print_served(status: EndpointStatus, actual: EndpointState, address: str) -
         if weight or name == waits
     )
     if address or any(server.state == "reports" for server in status.servers):
-        where = f"answers at {address}" if address else "answers (its options name no address)"
+        where = f"answers at {address}" if address else "answers (no address is configured)"
         say(f"{where}: {split or 'no traffic'}", indent=2)
     else:
         print_text("[yellow]no replica reports[/yellow]; the newest table: {}", split, indent=2)

@@ -197,11 +197,12 @@ def judge(
 ) -> None:
     """Judge whether one ONNX file may take the place of another.
 
-    Answers, task metric, latency and size are judged. The kind of the candidate is derived from
-    both files. A float model must give the same answers. A rounded model (int8, 4-bit, float16) is
-    judged by its weights, activations, function without rounding, and task metric. A model that
-    was trained again gives other answers: with --retrained, its task metric decides. --system
-    compares your own code with what will be deployed, step by step, on raw inputs.
+    Answers, task metric and latency are judged; the size is only shown. The kind of the candidate
+    is derived from both files. A float model must give the same answers. A rounded model (int8,
+    4-bit, float16) is judged by its weights, activations, function without rounding, and task
+    metric. A model that was trained again gives other answers: with --retrained, its task metric
+    decides. --system compares your own code with what will be deployed, step by step, on raw
+    inputs.
 
     Exit code: 0 accepted, 1 rejected, 2 wrong input, 3 inconclusive, 4 not measured.
 
@@ -416,8 +417,8 @@ def _parse_options(only: str | None, batch: str, files: Mapping[str, str | None]
 def _with_casts(given: Sequence[Path], stack: ExitStack) -> tuple[Path, Path, list[str]]:
     """Return both files, with added casts if needed, and notes on the casts.
 
-    Casts are added to a copy of a file if its inputs have other float types than the baseline's, or
-    if inputs or outputs are bfloat16. See `write_with_boundary_casts`.
+    A file whose inputs have other float types than the baseline's gets casts, in a copy. Inputs and
+    outputs of bfloat16 also get casts. See `write_with_boundary_casts`.
     """
     from onnx_ops.onnx_graph.rewrites import read_boundary_types, write_with_boundary_casts
     from onnx_ops.scratch import Scratch

@@ -76,7 +76,7 @@ def keys_list(as_json: AsJson = False) -> None:
             "A gate key signs decisions and overrides. A release key signs ledger entries that "
             "grant something, such as a binding,"
         )
-        say("a start or a deletion. Entries of a rollback, an abort or a pause need no key.")
+        say("a start or a deletion. Aborts, pauses and rollbacks to granted versions need no key.")
     else:
         say(
             "No keys yet: `onnx-ops keys new` creates one. "
@@ -94,7 +94,7 @@ def keys_new(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Create a key pair if there is none.
+    """Create a key pair, without replacing an existing one.
 
     The pair is a private key with mode 0600, and its public key.
 
@@ -202,8 +202,8 @@ def keys_retire(
         bool,
         typer.Option(
             "--force",
-            help="Retire the key even if versions lose their decision, the registry cannot be "
-            "read, or a ledger cannot be changed.",
+            help="Retire the key even if versions lose their decision, or if reading the registry "
+            "or changing a ledger fails.",
         ),
     ] = False,
     dry_run: Annotated[
@@ -242,8 +242,7 @@ def keys_retire(
             "Run `onnx-ops run FILE --no-cache gate --until register` there, which signs with the "
             "new key. A version that an override permits needs a new override. For each version at "
             "an endpoint, release another version, and wait for `scale_down_delay`. Or use "
-            "--force: the listed versions then cannot be promoted again, and restarted servers do "
-            "not load them.",
+            "--force: promotions and restarted servers then refuse the listed versions.",
         )
     archived: tuple[Path, ...] = ()
     if not dry_run:

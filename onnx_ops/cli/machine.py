@@ -92,10 +92,10 @@ def _diagnose_container(quiet: bool) -> list[Diagnosis]:
 def targets(as_json: AsJson = False) -> None:
     """List the project's targets and the shipped profiles.
 
-    The list shows which targets this machine can measure. For each target without a pool or an
-    environment, a session of a tiny model is built, but nothing is measured. A pipeline uses a
+    The list shows which targets this machine can measure. The check of a target builds a session of
+    a tiny model, unless a pool or a separate environment measures the target. A pipeline uses a
     profile by its name. A file configs/targets/NAME.yaml overrides the profile of that name. "never
-    measured" marks shipped profiles whose settings follow documentation: no model was timed on
+    measured" marks shipped profiles whose settings come from documentation instead of timings on
     their hardware.
 
     Example: onnx-ops targets --json

@@ -1,6 +1,6 @@
 """Command line of onnx-ops.
 
-A command imports only the modules that it uses, and not those of other commands.
+A command imports only the modules that it uses.
 """
 
 from __future__ import annotations

@@ -130,7 +130,8 @@ def check(
     """Validate pipeline files without running them.
 
     The checks cover data, existing models, the training function's signature, and the packages and
-    credentials that a run needs. All problems are reported together, each with line and column.
+    credentials that a run needs. The problems of all files are reported together, with line and
+    column if known.
 
     Exit code: 0 no problems, 2 a file is wrong, 4 only this machine lacks something.
 
@@ -402,7 +403,7 @@ def run(
         projects.write_evaluation(project, prepared, result, hand_over)
     _print_run(project, summary, result.errors, against, details=details, as_json=as_json)
     if html is not None:
-        # The results are already printed, so a disk without space hides no verdict.
+        # The results are already printed, so a full disk hides no verdict.
         with writing("the report", f"--html {html}"):
             html.write_text(render_report(summary, project, os.environ, against), encoding="utf-8")
     raise typer.Exit(summary.exit_code)
@@ -434,8 +435,8 @@ def _check_folders(
 ) -> None:
     """Raise UserError for unusable options that name files, or an unusable --no-cache.
 
-    The folder of --hand-over must be new. With --take-over, stages before the gates are not
-    executed, so --no-cache has no meaning for them.
+    The folder of --hand-over must be new or empty. With --take-over, only the gates and later
+    stages are executed, so --no-cache applies only to these.
     """
     from onnx_ops.app.hand_over import EVALUATION, require_new_folder
 
@@ -614,8 +615,8 @@ def init(
     """Create a working project, or add a pipeline to an existing repository.
 
     A new project has a pipeline, a model, flows, workflows, infrastructure and tests. Its demo and
-    tests run immediately. With --preset ci-only it runs gates on pull requests, and has neither a
-    registry nor an endpoint.
+    tests run immediately. With --preset ci-only it only runs gates on pull requests, without flows,
+    infrastructure, registry and endpoint.
 
     In a repository, only missing files are written: files below onnx-ops/, onnx-ops.toml, and files
     below .github/ if it exists. Existing files are not changed.

@@ -33,8 +33,8 @@ It is also the minimum sum of the last durations for which a remaining time is s
 def read_durations(console: Console) -> Durations:
     """Return the last durations of commands, from the user's cache.
 
-    Without a terminal, they are empty, since no estimate is shown. They are also empty if the user
-    has no home folder, as in some containers.
+    Without a terminal, they are empty, since only a terminal shows an estimate. They are also empty
+    if there is neither XDG_CACHE_HOME nor a home folder, as in some containers.
     """
     if not console.is_terminal:
         return Durations(None)

@@ -187,8 +187,8 @@ def reconcile(
 ) -> None:
     """Move endpoints toward the desired state in the registry.
 
-    The command ends when no endpoint can be moved further now. An endpoint that cannot be moved
-    does not delay the others.
+    The command ends when no endpoint can be moved further now. An endpoint that is stuck does not
+    delay the others.
 
     With --watch and --json, every report is one line of JSON.
 

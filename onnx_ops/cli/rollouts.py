@@ -1,4 +1,4 @@
-"""Commands that move traffic.
+"""Commands about rollouts and rollbacks.
 
 The commands are rollout status, advance, pause, resume and abort, and rollback.
 """
@@ -284,7 +284,7 @@ def _forecast_requests(view: RolloutView) -> str:
 
 
 def _describe_end(context: Context, endpoint: str) -> tuple[Text, bool]:
-    """Return a line about the last change of the version, and whether it was rolled back."""
+    """Return a line about the last change of version, and whether it is a rollback."""
     from onnx_ops.domain.ledger import Intent
     from onnx_ops.domain.rollout import ActionKind
 

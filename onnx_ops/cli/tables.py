@@ -46,8 +46,8 @@ class PlannedStage:
 
     Attributes:
         pool: Work pool whose workers run the stage; empty for this machine.
-        seconds: Duration of the last execution; None if the stage would not run, or has not run
-            yet.
+        seconds: Duration of the last execution; None if the stage is cached or skipped, or has not
+            run yet.
         price: Price of this duration, if it is known, for a benchmark on a target with a price;
             otherwise None.
     """
@@ -99,8 +99,8 @@ def _describe_work(stage: PlannedStage, *, placed: bool) -> str:
 def _print_total(stages: Sequence[PlannedStage]) -> None:
     """Print the total time and price of the stages to run, from their last executions.
 
-    The number of stages without a known time is printed too. If no time is known, nothing is
-    printed.
+    The number of stages without a known time is printed too. Nothing is printed if
+    all times are unknown.
     """
     seconds = [stage.seconds for stage in stages if stage.seconds is not None]
     if not seconds:
@@ -186,7 +186,7 @@ def summary_report(
             print_text("[dim]All {} gate results: add --details{}.[/dim]", hidden, report)
     _print_errors(errors)
     if not summary.executed:
-        say("Nothing changed: no stage was executed.")
+        say("All results are unchanged: no stage was executed.")
     if summary.registration is not None:
         _release_lines(summary, summary.registration, project)
 
@@ -317,10 +317,10 @@ def _print_choice(choice: Choice, decisions: Sequence[Decision]) -> None:
         print_text(
             "{}: no release, {}",
             head,
-            reasons.pop() if len(reasons) == 1 else "nothing was measured",
+            reasons.pop() if len(reasons) == 1 else "the measurements are missing",
         )
     else:
-        print_text("{}: no release, no variant passes", head)
+        print_text("{}: no release, each variant fails a gate or leaves it undecided", head)
 
 
 def _interval(estimate: float | None, low: float | None, high: float | None, unit: str) -> str:
@@ -445,7 +445,7 @@ def _release_lines(summary: Summary, registration: Registration, project: Projec
 def _print_endpoint(state: ReleaseState, model: str, project: Project) -> None:
     """Print the version, the URL and the rollout of an endpoint.
 
-    Nothing is printed if the endpoint has no stable version or no address.
+    Endpoints that lack a stable version or an address are skipped.
     """
     config, stable = state.config, state.roles.stable
     if config is None:

@@ -104,7 +104,7 @@ def _notify(
 ) -> Iterator[None]:
     """Send notifications from a separate thread.
 
-    A chat service that does not answer therefore delays no rollout.
+    A silent chat service therefore delays no rollout.
     """
     context = project.context
     if not context.notifiers():

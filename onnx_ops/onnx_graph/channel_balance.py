@@ -95,7 +95,7 @@ def balance_channels(model: onnx.ModelProto) -> int:
 def write_balanced(source: Path, path: Path) -> bool:
     """Write `source` with balanced outlier channels, and return True.
 
-    If no channel can be balanced, write nothing and return False.
+    If no channel can be balanced, return False and leave `path` unchanged.
     """
     model = read_model(source)
     if not balance_channels(model):
@@ -107,11 +107,11 @@ def write_balanced(source: Path, path: Path) -> bool:
 def write_balanced_like(source: Path, derived: Path, path: Path) -> bool:
     """Write `source` with the channel exponents of `derived`, and return True.
 
-    The exponents are recorded in the metadata of `derived`. Without exponents, write nothing and
-    return False. Errors are those of `read_model`, and the following.
+    The exponents are recorded in the metadata of `derived`. Without exponents, return False and
+    leave `path` unchanged. Errors are those of `read_model`, and the following.
 
     Raises:
-        MeasurementError: the exponents are not valid, or do not fit the values of `source`.
+        MeasurementError: the exponents are invalid, or do not fit the values of `source`.
     """
     recorded = {entry.key: entry.value for entry in share_structure(derived).metadata_props}.get(
         PROPERTY
@@ -206,7 +206,7 @@ def _find_norms(
     def find_axis(node: onnx.NodeProto, value: str) -> int | None:
         """Return the channel axis of the weights that a node multiplies a value by.
 
-        Return None if the node is not such a product, or if the weights cannot be changed.
+        Return None for all other nodes, and if the weights cannot be changed.
         """
         is_product = node.op_type in ("MatMul", "Gemm") and node.input[0] == value
         if not (is_product and is_constant(node.input[1], 2) and len(readers[node.input[1]]) == 1):

@@ -186,7 +186,7 @@ def explain_unsupported_blocks(unsupported: Mapping[str, str], target: Target) -
 
 
 def explain_incompatibility(path: Path, target: Target) -> str:
-    """Return why a target cannot run a file; "" if the file shows no reason."""
+    """Return why a target refuses a file; "" if the file shows no reason."""
     model = share_structure(path)
     return (
         explain_version_limits(read_model_info(path), target)
@@ -272,7 +272,7 @@ def explain_newer_version(model_info: ModelInfo, section: Export) -> str:
 
 
 def suggest_versions(model_info: ModelInfo, section: Export, targets: Iterable[Target] = ()) -> str:
-    """Return the settings that accept or convert a file that is too new for the section.
+    """Return the settings that accept or convert a file of newer versions.
 
     If one of the targets rejects the versions of the file, only a conversion is suggested.
     """

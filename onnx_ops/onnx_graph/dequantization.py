@@ -115,9 +115,9 @@ def write_dequantized(source: Path, derived: Path, path: Path) -> None:
             replace.
 
     Raises:
-        MeasurementError: the rounding of an operator cannot be removed, a subgraph contains
-            rounding, or an integer operator cannot be read (see `expand_integer_operators`) or has
-            channels last.
+        MeasurementError: the rounding of an operator cannot be removed, or a subgraph contains
+            rounding. Also if an integer operator has channels last, or is unreadable (see
+            `expand_integer_operators`).
     """
     model = read_model(derived)
     refuse_channels_last(model, derived.name)

@@ -1,6 +1,6 @@
 """Read and write ONNX files and the external weights beside them.
 
-Every location of external data is checked before any byte of it is read. ONNX Runtime 1.31 and the
+Every location of external data is checked before the data is read. ONNX Runtime 1.31 and the
 onnx package refuse different locations. ONNX Runtime accepts a tensor in the model file, in the
 middle of another tensor, or behind a `..` that returns to the folder. The onnx package accepts a
 tensor that is shorter than its shape. A location is refused here if it could mislead either
@@ -159,7 +159,7 @@ def find_model_file(path: Path) -> Path:
     """Return the path if it is a file, or the only `.onnx` file of a folder.
 
     Raises:
-        NotFoundError: there is no such file, or the folder does not have exactly one `.onnx` file.
+        NotFoundError: the file is missing, or the folder does not have exactly one `.onnx` file.
     """
     if path.is_file():
         return path
@@ -223,7 +223,7 @@ def parse_model(path: Path) -> onnx.ModelProto:
         ) from error
     if not model.graph.node and not model.graph.output:
         raise UserError(
-            "not an ONNX file, or an ONNX file without a graph",
+            "not an ONNX file, or its graph is empty",
             where=str(path),
             remedy=_kind_of(path),
         )
@@ -424,9 +424,9 @@ def resolve_external_files(model: onnx.ModelProto, folder: Path) -> tuple[Path, 
 
     Raises:
         RefusedError: a name is missing, empty, absolute or outside the folder, or has `..` or a
-            backslash; a key occurs twice; an offset or a length is not a number of bytes, exceeds
-            the file, or does not fit the tensor; a shape has a negative size; two locations overlap
-            without being equal; a file is a pointer of Git LFS.
+            backslash; a key occurs twice; an offset or a length is malformed, exceeds the file, or
+            does not fit the tensor; a shape has a negative size; two locations overlap partly; a
+            file is a pointer of Git LFS.
         NotFoundError: a file is missing.
     """
     files: dict[Path, None] = {}

@@ -98,7 +98,7 @@ _TABLE = 1024
 def list_quantizable_nodes(path: Path, method: str) -> tuple[str, ...]:
     """Return the nodes that a search quantizes by a method, in graph order.
 
-    Nodes without a name are omitted, since they cannot be excluded. Nodes whose inputs are all
+    Unnamed nodes are omitted, since they cannot be excluded. Nodes whose inputs are all
     constants are omitted too. For dynamic quantization, products whose second input is computed are
     also omitted. A gather must then read a float32 matrix of at least `_TABLE` elements.
     """

@@ -70,10 +70,9 @@ _UNFUSED_LEVELS = ("disabled", "basic")
 
 _FLOAT, _UINT8, _INT8, _UINT16, _HALF = 1, 2, 3, 4, 10
 _SLOW_SETTINGS = {
-    "session.x64quantprecision": "2.9 times the time, for sums that reduce_range "
-    "keeps right as well",
+    "session.x64quantprecision": "2.9 times the time; reduce_range also prevents wrong sums",
     "session.qdqisint8allowed": "3.7 times the time: activations become int8, "
-    "which kernels of x86 do not take",
+    "which x86 kernels do not accept",
 }
 _DYNAMIC = ("ConvInteger", "DynamicQuantizeMatMul", "MatMulInteger", "MatMulIntegerToFloat")
 
@@ -231,7 +230,7 @@ def _explain_unquantized(node: onnx.NodeProto, graph: _Graph) -> tuple[str, str]
         maker is not None and maker.op_type == "DequantizeLinear" for maker in (first, second)
     )
     if not graph.constant(node.input[1]) and not (is_first_quantized and is_second_quantized):
-        reason = "both of its inputs are computed: it has no constant weight"
+        reason = "its second input is computed: it has no constant weight"
         kind = _KINDS[node.op_type]
         return reason, f"method: static; name {kind} in `options.op_types`, or leave op_types out"
     if not is_first_quantized:
@@ -339,7 +338,7 @@ def _list_type_advice(model: onnx.ModelProto, machine: Arithmetic) -> Iterator[A
         yield Advice(finding=finding, setting="options: {weights: int8}")
     if machine.saturates and find_saturating_weights(model):
         finding = (
-            "weights use all 8 bits and the CPU has no VNNI: sums of products can saturate, "
+            "weights use all 8 bits and the CPU lacks VNNI: sums of products can saturate, "
             "and answers can be wrong"
         )
         setting = "options: {reduce_range: true}, or omit the option: the target then decides"

@@ -46,8 +46,8 @@ def join_graphs(
         The joined model, with the properties of all steps.
 
     Raises:
-        UserError: there are no steps, two steps have different opsets, a name does not exist, no
-            output can be connected, or two names or properties collide.
+        UserError: `steps` is empty, two steps have different opsets, a name is unknown, no output
+            can be connected, or two names or properties collide.
     """
     models = [
         step if not isinstance(step, str | Path) else read_model(Path(step)) for step in steps

@@ -48,7 +48,7 @@ def count_operators(model: onnx.ModelProto) -> dict[str, int]:
 
     The most frequent operator comes first. The version of an operator is the newest opset that
     changed its definition, up to the opset that the model imports. Operators of other domains have
-    the domain as prefix. Operators that ONNX does not define have no known version. Nodes of
+    the domain as prefix. The version of an operator that ONNX does not define is unknown. Nodes of
     subgraphs and functions are included. A function's nodes have the versions that the model
     imports. For other domains, they have the versions that the function imports.
     """

@@ -117,7 +117,7 @@ def _read_kind(model: onnx.ModelProto) -> ModelKind:
             why=f"{sizes[half]:,} of {floats:,} float weights are {_HALVES[half]}",
         )
     return ModelKind(
-        precision="float32", why="no quantized operator, no weights of 16 bits or fewer"
+        precision="float32", why="no quantized operators or weights of 16 bits or fewer"
     )
 
 

@@ -166,10 +166,10 @@ class ModelCost:
 
     `macs` counts multiply-accumulates by operator, of products, convolutions and recurrent layers
     only. `uncounted` counts the other operators that can multiply, all operators outside the
-    default domain, and operators whose shapes are unknown. `weight_bytes` is the size of all
-    constants. `activation_bytes` is the largest total size of values that exist at the same time
-    when nodes run in the order of the file. It excludes working memory, reuse in place and
-    alignment. `unknown_values` is the number of values without a shape, which are not included.
+    default domain, and operators as in `macs` whose shapes are unknown. `weight_bytes` is the size
+    of all constants. `activation_bytes` is the largest total size of values that exist at the same
+    time when nodes run in the order of the file. It excludes working memory, reuse in place and
+    alignment. `unknown_values` is the number of values without a shape, which it also excludes.
     `problem` is the reason why no shapes could be inferred.
     """
 

@@ -78,14 +78,14 @@ def read_quantized_weights(source: Path, derived: Path) -> tuple[QuantizedWeight
     """Return the rounded weights of `derived` with their originals, sorted by name.
 
     Raises:
-        MeasurementError: a weight has no original, its storage form is unknown, or an integer
-            operator cannot be read (see `expand_integer_operators`).
+        MeasurementError: the original of a weight is missing, its storage form is unknown, or an
+            integer operator cannot be read (see `expand_integer_operators`).
     """
     paired = pair_quantized_weights(source, derived)
     if paired.unpaired:
         what = (
-            f"quantized weight {paired.unpaired[0]} cannot be compared: it has no original in the "
-            "source, or its layout is unknown"
+            f"quantized weight {paired.unpaired[0]} cannot be compared: its original in the "
+            "source is missing, or its layout is unknown"
         )
         raise MeasurementError(what, where=derived.name)
     return paired.pairs
@@ -309,8 +309,8 @@ def write_with_bias_errors(
     result of `read_layer_inputs`.
 
     Returns:
-        The names of the sums with the moved bias and with the original one, by the bias's name. A
-        constant that is not the bias of a layer with a rounded weight has no entry.
+        The names of the sums with the moved bias and with the original one, by the bias's name.
+        Only biases of layers with a rounded weight have an entry.
     """
     model = read_model(source)
     by_origin = {weight.origin: weight for weight in weights}

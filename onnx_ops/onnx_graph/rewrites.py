@@ -32,9 +32,10 @@ if TYPE_CHECKING:
 def restore_metadata(model: onnx.ModelProto, source: onnx.ModelProto) -> None:
     """Give a derived model its source's IR version, metadata and opsets.
 
-    An import stays only if the model uses its domain, or the source imports it. Inferred shapes are
-    removed, since a later tool that infers other shapes refuses the file. The opset of the default
-    domain is unchanged, since the nodes that the tool wrote are of that opset.
+    An import of another domain than ONNX's default one stays only if the model uses the domain, or
+    the source imports it. Inferred shapes are removed, since a later tool that infers other shapes
+    refuses the file. The opset of the default domain is unchanged, since the nodes that the tool
+    wrote are of that opset.
     """
     model.ir_version = source.ir_version
     del model.metadata_props[:]
@@ -151,8 +152,8 @@ def split_gemms(model: onnx.ModelProto, excluded: Collection[str] = ()) -> None:
     """Replace each plain Gemm that is not excluded by a MatMul of the same name.
 
     The model is changed in place. An Add follows the MatMul if the Gemm has a bias. A plain Gemm
-    multiplies by a constant matrix that no other node reads, scales by 1 and does not transpose its
-    input. If the Gemm transposes the matrix, the transposed matrix is stored under the same name.
+    is the only reader of its constant matrix, scales by 1 and does not transpose its input. If the
+    Gemm transposes the matrix, the transposed matrix is stored under the same name.
     """
     from onnx import helper, numpy_helper
 
@@ -227,7 +228,7 @@ def write_with_boundary_casts(model: Path, wanted: Mapping[str, int], path: Path
         wanted: element types by name of the input or output.
 
     Returns:
-        A description of the casts; without casts, it is empty and nothing is written.
+        A description of the casts. Without casts, it is empty, and `path` stays unchanged.
     """
     structure = share_structure(model)
     types = {value.name: value.type.tensor_type.elem_type for value in _ends(structure)}

@@ -97,7 +97,7 @@ class _Scales:
 class StoredWeightReader:
     """Reader of the rounded constants of a model as floats.
 
-    The model must have no QGemm and no QLinear operators, as after `expand_integer_operators`.
+    QGemm and QLinear operators must be absent, as after `expand_integer_operators`.
     """
 
     def __init__(self, model: onnx.ModelProto) -> None:
@@ -408,7 +408,7 @@ class StoredWeightReader:
     ) -> Floats | None:
         """Return the zero points of blocks.
 
-        If the node has none, they are `default` or, without a default, the middle of the levels.
+        Missing zero points are `default` or, without a default, the middle of the levels.
         Return None if they are computed, or do not fit the shape.
         """
         if len(node.input) <= place or not node.input[place]:

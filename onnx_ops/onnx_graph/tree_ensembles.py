@@ -130,7 +130,7 @@ def order_nodes(
         leaves: by node number: weights by output.
 
     Raises:
-        ValueError: there is not exactly one root, or the nodes are not a tree.
+        ValueError: the number of roots differs from 1, or the nodes are not a tree.
     """
     if len(roots) != 1:
         raise ValueError(f"it has {len(roots)} roots")

@@ -106,7 +106,7 @@ def page(endpoint: str, timeline: RolloutTimeline, report: str) -> str:
     from onnx_ops.statistics.rollout.judge import trace_guardrails
 
     name = timeline.candidate.name
-    ended = {ActionKind.FINISH: "has all traffic", ActionKind.ABORT: "was taken back"}
+    ended = {ActionKind.FINISH: "has all traffic", ActionKind.ABORT: "was aborted"}
     how = "is on trial" if timeline.end is None else ended.get(timeline.end, "was rolled back")
     steps = []
     for step in timeline.steps:

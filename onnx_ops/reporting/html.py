@@ -114,7 +114,7 @@ def release_report(
 
     Args:
         decisions: decisions on every variant and target, in the order of the pipeline file.
-        evidence: evidence for the decisions; decisions without evidence have no plots.
+        evidence: evidence for the decisions; only decisions with evidence have plots.
         versions: registered version by variant; empty before registration.
         digests: digests of the stored evidence by variant and target; by default, digests of its
             canonical text.

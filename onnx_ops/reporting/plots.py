@@ -1,6 +1,6 @@
-"""Draw the plots of a release from evidence.
+"""Draw the plots of a release, and of the evidence of a rollout.
 
-Each caption states units, intervals and sample sizes.
+Legends and captions of a release's plots state units, intervals and sample sizes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ This leaves room for the other losses.
 _LEAST_LOSS = 0.02
 """Minimum margin at both ends of the axis of losses, in percentage points.
 
-Without it, the axis would have no length if all losses were 0.
+It gives the axis a length if all losses are 0.
 """
 
 
@@ -401,7 +401,7 @@ _BAND = f"Band: interval ({100 * (1 - ALPHA):.3g} % on each side, over all evalu
 def measured_ratio(comparison: LatencyComparison | PairedRatios) -> Measured | None:
     """Return the ratio to the baseline.
 
-    Return None if no pair was measured, or if a ratio is not finite.
+    Return None without a measured pair, or if a ratio is infinite or NaN.
     """
     pairs = [pair for pair in comparison.log_ratios if pair]
     if not pairs or not all(map(math.isfinite, (x for pair in pairs for x in pair))):
@@ -569,7 +569,7 @@ def _draw_evidence(drawn: Sequence[EvidencePath], *, is_named: bool) -> str:
         x=Axis(low=0.0, high=float(max(last, 1)), label="requests to the candidate"),
         y=axis_around([0.0, limit, *inside], "evidence against it, log10"),
     )
-    chart.across(limit, "limit", "rolled back")
+    chart.across(limit, "limit", "violated")
     for index, path in enumerate(drawn):
         points = [(0.0, 0.0), *zip(map(float, path.requests), path.log10_evidence, strict=True)]
         chart.path(points, f"line s{index % 6}")

@@ -187,7 +187,7 @@ def _describe_variants(variants: Sequence[VariantRow]) -> str:
 def _describe_variant(variant: VariantRow) -> tuple[str, ...]:
     """Return the table cells of a variant.
 
-    A variant without a verdict is the champion, whose latency is not measured alone.
+    Only the champion has no verdict; its latency is measured only in comparisons.
     """
     metrics = "; ".join(f"{label} {value.figure}" for label, value in variant.metrics.items())
     if variant.latency is not None:

@@ -129,7 +129,7 @@ def warn_of_step(
 ) -> str:
     """Return why a step takes longer than `limit_s`, and what to change.
 
-    The text is empty if the step does not exceed the limit, is an A/B test that can end, or has no
+    The text is empty if the step is within the limit, is an A/B test that can end, or lacks a
     forecast.
     """
     median_s = step.duration.median_s

@@ -1,4 +1,4 @@
-"""Draw the plots of a rollout: shares of traffic, steps and guardrails."""
+"""Draw the plots of a rollout: shares of traffic, and odds ratios of guardrails."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _NAMED = 5
 
 
 def structure_entries(evidence: Evidence) -> dict[str, str]:
-    """Return the findings by name; checks that were not made have no entry."""
+    """Return the findings by name; only checks that were made have an entry."""
     entries: dict[str, str] = {}
     if (trees := evidence.trees) is not None:
         changed = f"{trees.changed} differ" if trees.changed else "all the same"

@@ -64,7 +64,7 @@ def log_ticks(low: float, high: float) -> tuple[float, ...]:
 def tick_texts(ticks: Sequence[float], *, even: bool = True) -> tuple[str, ...]:
     """Return the texts of ticks, with enough digits to distinguish them.
 
-    With `even`, all ticks have the same number of decimals.
+    With `even`, ticks without an exponent have the same number of decimals.
     """
     texts: tuple[str, ...] = ()
     for digits in range(17):

@@ -62,7 +62,7 @@ def pareto_figure(
         title=f"Size, latency and {metric} on {target}",
         svg=chart.render(f"Latency against size on {target}"),
         caption="Lower and further left is better. Bars and brackets show 90 % intervals. "
-        "Full dots mark variants that passed every gate; open dots mark the others. "
+        "Full dots mark variants with the verdict PASS; open dots mark the others. "
         f"The ring marks the chosen variant. The text beside a variant shows its {metric}.",
         keys=tuple(keys),
     )
@@ -97,7 +97,7 @@ def _draw_interval(chart: Chart, left: float, middle: Measured, time: Scale, ser
 
 
 def _list_passed(decisions: Sequence[Decision], target: str) -> set[str]:
-    """Return the variants that passed every gate of a target."""
+    """Return the variants with the verdict PASS on a target."""
     return {d.variant for d in decisions if d.target == target and d.verdict is Verdict.PASS}
 
 

@@ -308,7 +308,7 @@ def _list_number_columns(inputs: Mapping[str, Array], rows: int) -> Iterator[Arr
     Values that are not finite are replaced by zero.
     """
     for array in inputs.values():
-        if array.dtype.kind in "fiub":
+        if array.dtype.kind in "fiub" and array.size:
             flat = array[:rows].reshape(rows, -1)
             for column in flat.T[:: -(-flat.shape[1] // _ALIKE_COLUMNS)]:
                 yield np.nan_to_num(column.astype(np.float64), posinf=0, neginf=0)

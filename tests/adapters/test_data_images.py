@@ -88,5 +88,5 @@ def test_load_undecodable_image_raises_user_error_with_its_path(
 
 def test_load_folder_without_images_raises_not_found_error(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
-    with pytest.raises(NotFoundError, match="without images"):
+    with pytest.raises(NotFoundError, match="contains neither images"):
         FileSource().load(SECTION, tmp_path)

@@ -130,6 +130,7 @@ def test_recording_job_of_ci_only_equals_judge_except_for_step_event_runner_and_
     assert evaluate["concurrency"] == {
         "group": "onnx-ops-evaluation-${{ github.ref }}",
         "cancel-in-progress": False,
+        "queue": "max",
     }
     changed = dict.fromkeys(("if", "runs-on", "concurrency"))
     assert evaluate | changed == judge | changed

@@ -188,6 +188,6 @@ def test_doctor_lists_keys_that_are_trusted_only_for_ledger_entries(
     assert finding.ok is (signing == "auto")
     expected = {
         "auto": f"decisions: none; ledger entries that need a key: {key}; in {folder}",
-        "off": "none for decisions: no version can be promoted",
+        "off": "none for decisions: every promotion is refused",
     }
     assert finding.found == expected[signing]

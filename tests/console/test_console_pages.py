@@ -87,7 +87,7 @@ def test_endpoint_page_after_rollback_shows_reason_and_end(tmp_path: Path) -> No
     scene.reconcile_some()
     with serving_console(tmp_path, scene.context) as console:
         page = console.show("/endpoints/digits")
-    assert "was taken back" in page
+    assert "was aborted" in page
     assert "the last to 0 %" in page
     assert "ROLL BACK" in page
 

