@@ -175,10 +175,14 @@ def _decode(content: bytes, header: ImageHeader) -> None:
     Raises:
         UserError: Pillow cannot decode the image, or its size differs from `header`.
     """
-    from PIL import Image
+    from PIL.JpegImagePlugin import JpegImageFile
+    from PIL.PngImagePlugin import PngImageFile
 
+    # `Image.open` would also apply Pillow's own limit of pixels. The limit is one value for all
+    # threads, and `max_pixels` can be higher.
+    file_type = PngImageFile if header.format == "PNG" else JpegImageFile
     try:
-        with Image.open(io.BytesIO(content), formats=[header.format]) as image:
+        with file_type(io.BytesIO(content)) as image:
             if image.size != (header.width, header.height):
                 raise ValueError("it has two sizes")
             image.draft(None, (1, 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import zlib
 
+import PIL.Image
 import pytest
 
 from onnx_ops.errors import UserError
@@ -50,12 +51,22 @@ def test_check_image_within_limits_returns_header(content: bytes, kind: str) -> 
     assert check_image(content, LIMITS) == ImageHeader(kind, 20, 12)
 
 
+@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+def test_check_image_above_pixel_limit_of_pillow_returns_header(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PIL.Image, "MAX_IMAGE_PIXELS", 100)
+    assert check_image(encode_image(PIXELS, kind), LIMITS) == ImageHeader(kind, 20, 12)
+
+
 def test_sample_image_is_png_of_one_pixel() -> None:
     assert check_image(SAMPLE_IMAGE, LIMITS) == ImageHeader("PNG", 1, 1)
 
 
 JPEG = encode_image(PIXELS, "JPEG")
 FRAME = JPEG.index(b"\xff\xc0")
+SECOND_FRAME = JPEG[FRAME : FRAME + 5] + struct.pack(">HH", 60_000, 60_000) + JPEG[FRAME + 9 :]
+SECOND_HEADER = build_png(60_000, 60_000)[8:33]
 
 
 @pytest.mark.parametrize(
@@ -71,9 +82,11 @@ FRAME = JPEG.index(b"\xff\xc0")
         (build_png(20, 12), "could not be decoded"),
         (build_png(0, 12), "0 × 12 pixels"),
         (build_png(60_000, 60_000), "60000 × 60000 pixels"),
+        (build_png(20, 12)[:33] + SECOND_HEADER + build_png(20, 12)[33:], "it has two sizes"),
         (JPEG[:3], "truncated"),
         (JPEG[:FRAME], "truncated"),
         (JPEG[: FRAME + 6], "truncated"),
+        (JPEG[: FRAME + 19] + SECOND_FRAME, "it has two sizes"),
         (JPEG[:-80], "could not be decoded"),
         (JPEG[:2] + b"\x00" + JPEG[2:], "neither PNG nor JPEG"),
         (JPEG[:FRAME] + b"\x00" + JPEG[FRAME:], "no marker is at byte"),
