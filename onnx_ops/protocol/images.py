@@ -51,7 +51,7 @@ class ImageLimits:
     Attributes:
         max_bytes: size of one file.
         max_pixels: width times height.
-        max_images: number of images of one input in a request.
+        max_images: number of images of one request.
     """
 
     max_bytes: int = 10 << 20

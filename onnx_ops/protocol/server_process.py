@@ -123,7 +123,7 @@ class ContainerOptions:
         doc("Width times height of the largest encoded image; a larger one gets a 400."),
     ] = 1 << 24
     max_images: Annotated[
-        int, Ge(1), Le(65_536), doc("Encoded images of one input in a request; more get a 400.")
+        int, Ge(1), Le(65_536), doc("Encoded images of one request; more get a 400.")
     ] = 32
     max_connections: Annotated[
         int,

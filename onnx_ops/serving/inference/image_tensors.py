@@ -1,13 +1,14 @@
 """Inputs of requests that are encoded images.
 
 A client sends each image as it is in its file: as an element of BYTES, as a raw body, or in base64
-in JSON. The arrays of these inputs hold Python bytes. Each image is checked before a model decodes
-it.
+in JSON. The arrays of these inputs hold Python bytes. `check_images` checks them before a model
+decodes them.
 """
 
 from __future__ import annotations
 
 import binascii
+from collections.abc import Mapping
 from typing import Any
 
 from onnx_ops.domain.artifact import TensorSpec
@@ -28,8 +29,7 @@ IMAGE_DTYPE = "image"
 class ImageReader(TensorReader):
     """Reader of the encoded images of one input.
 
-    The methods raise UserError if a request does not fit the input or the limits, or if decoding an
-    image fails.
+    The methods raise UserError if a request does not fit the input or the limits.
     """
 
     __slots__ = ("_limits",)
@@ -39,7 +39,10 @@ class ImageReader(TensorReader):
         self._limits = limits
 
     def check_shape(self, given: object) -> tuple[tuple[int, ...], int]:
-        """Validate the shape in a request, and return it with the number of images."""
+        """Validate the shape in a request, and return it with the number of images.
+
+        If this input alone exceeds the limit for a request, its images are not read.
+        """
         shape, count = super().check_shape(given)
         if not 1 <= count <= self._limits.max_images:
             raise self.error(f" holds {count} images; it must hold 1 to {self._limits.max_images}")
@@ -53,7 +56,8 @@ class ImageReader(TensorReader):
             data = data.to_lists()
         if not isinstance(data, list) or len(data) != count:
             raise self.error(f": data must be a list of {count} strings in base64")
-        return self._build([self._decode_text(number, item) for number, item in enumerate(data)])
+        images = [self._decode_text(number, item) for number, item in enumerate(data)]
+        return build_object_array(images, (count,))
 
     def _decode_text(self, number: int, text: Any) -> bytes:
         if type(text) is not str:
@@ -69,21 +73,33 @@ class ImageReader(TensorReader):
         self, shape: tuple[int, ...], body: RequestBody, start: int, size: int
     ) -> Array:
         """Return the images in `size` bytes at `start`, each of which follows its length."""
-        elements = self.split_elements(body, start, size, shape[0])
-        return self._build([bytes(element) for element in elements])
+        images = [bytes(e) for e in self.split_elements(body, start, size, shape[0])]
+        return build_object_array(images, shape)
 
     def read_raw(self, body: RequestBody) -> Array:
         """Return the only image of a body that is an image file."""
-        return self._build([bytes(body)])
+        return build_object_array([bytes(body)], (1,))
 
-    def _build(self, images: list[bytes]) -> Array:
-        for number, content in enumerate(images):
+
+def check_images(images: Mapping[str, Array], limits: ImageLimits) -> None:
+    """Check the images of a request, given as an array for each input.
+
+    They are counted before the first one is decoded.
+
+    Raises:
+        UserError: there are too many images, or one of them is beyond the limits or cannot be
+            decoded (see `check_image`).
+    """
+    total = sum(map(len, images.values()))
+    if total > limits.max_images:
+        raise UserError(f"the request has {total} images, and the limit is {limits.max_images}")
+    for name, array in images.items():
+        for number, content in enumerate(array.tolist()):
             try:
-                check_image(content, self._limits)
+                check_image(content, limits)
             except UserError as error:
                 raise UserError(
-                    f"tensor {self.name!r}, image {number}: {error.what}",
+                    f"tensor {name!r}, image {number}: {error.what}",
                     why=error.why,
                     remedy=error.remedy,
                 ) from error
-        return build_object_array(list(images), (len(images),))

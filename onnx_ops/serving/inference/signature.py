@@ -13,7 +13,7 @@ from onnx_ops.domain.artifact import TensorSpec
 from onnx_ops.errors import TooLargeError, UserError
 from onnx_ops.ports.data import Array
 from onnx_ops.protocol.images import ImageLimits
-from onnx_ops.serving.inference.image_tensors import IMAGE_DTYPE, ImageReader
+from onnx_ops.serving.inference.image_tensors import IMAGE_DTYPE, ImageReader, check_images
 from onnx_ops.serving.inference.tensors import DATATYPE_OF, TensorReader, join_text, shorten
 
 _NUMPY = orjson.OPT_SERIALIZE_NUMPY
@@ -136,7 +136,7 @@ class ModelSignature:
         optional: inputs that a request can omit.
         refuses_nan: whether the source of the model refuses NaN, so that the model's outputs for
             NaN are meaningless.
-        image_limits: the largest images of inputs of type `image`.
+        image_limits: limits for the images of inputs of type `image`.
         pads_texts: whether the model pads the words of every text to those of the longest.
 
     Attributes:
@@ -169,7 +169,8 @@ class ModelSignature:
         self.optional, self.required = optional, frozenset(inputs) - optional
         self.refuses_nan = refuses_nan
         self.images = tuple(name for name, spec in inputs.items() if spec.dtype == IMAGE_DTYPE)
-        self.readers = _build_readers(inputs, image_limits or ImageLimits())
+        self._image_limits = image_limits or ImageLimits()
+        self.readers = _build_readers(inputs, self._image_limits)
         self.pads_texts = pads_texts
         self.writers = {name: TensorWriter(spec) for name, spec in outputs.items()}
         self.output_names = tuple(outputs)
@@ -188,7 +189,7 @@ class ModelSignature:
         self.outputs_prefix = self.response_prefix + b',"outputs":['
 
     def check_feed(self, feed: dict[str, Array]) -> int:
-        """Check a feed for completeness, sizes, long texts and NaN; return its rows.
+        """Check a feed for completeness, sizes, images, long texts and NaN; return its rows.
 
         `InferenceRequest.rows` describes the result.
 
@@ -203,7 +204,9 @@ class ModelSignature:
         if self.shared_dims:
             self._check_shared_dims(feed)
         if self.images:
-            self._check_image_counts(feed)
+            self._check_image_rows(feed)
+            images = {name: feed[name] for name in self.images if name in feed}
+            check_images(images, self._image_limits)
             return 0
         if self.pads_texts and _check_lengths(feed) > _LONG_TEXT:
             return 0
@@ -221,7 +224,7 @@ class ModelSignature:
             name = next(name for name in self.inputs if name in missing)
             raise UserError(f"input {name!r} is missing")
 
-    def _check_image_counts(self, feed: Mapping[str, Array]) -> None:
+    def _check_image_rows(self, feed: Mapping[str, Array]) -> None:
         """Raise UserError if inputs with rows have different numbers of rows."""
         counts = {
             name: len(array) for name, array in feed.items() if self.readers[name].has_free_rows

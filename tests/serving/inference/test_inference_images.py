@@ -113,6 +113,23 @@ def test_read_infer_with_different_numbers_of_images_and_rows_raises_user_error(
         read_infer(encode_body(build_tensor(PNG, JPEG), weight), None, build_signature())
 
 
+def test_read_infer_of_two_inputs_with_too_many_images_raises_user_error() -> None:
+    inputs = {
+        name: TensorSpec(name=name, dtype=IMAGE_DTYPE, shape=(f"{name}_count",))
+        for name in ("left", "right")
+    }
+    signature = ModelSignature(
+        model="m", version="1", inputs=inputs, outputs={}, image_limits=ImageLimits(max_images=3)
+    )
+    left, right = build_tensor(PNG, name="left"), build_tensor(JPEG, name="right")
+    feed = read_infer(encode_body(left, right), None, signature).feed
+    assert {name: len(images) for name, images in feed.items()} == {"left": 1, "right": 1}
+    # The images are counted first, so the corrupt one does not decide the error.
+    more = build_tensor(PNG, b"corrupt", name="left"), build_tensor(JPEG, PNG, name="right")
+    with pytest.raises(UserError, match="the request has 4 images, and the limit is 3"):
+        read_infer(encode_body(*more), None, signature)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("images") / "model"
