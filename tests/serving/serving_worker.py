@@ -179,11 +179,6 @@ class Worker:
         self.deployments = LoadedDeployments(self.shared, 0, self._load, endpoint="e")
         self.shadow = ShadowQueue(self._connect_shadow, limit=self.shadow_queue)
         self.worker_threads = WorkerThreads(self.threads, self.loop.call_soon)
-        self.inference = InferenceService(
-            self.deployments, self.shadow, deadline_s=self.deadline, run_timeout_s=self.run_timeout
-        )
-        self.inference.monitor.watch_inline()
-        self.publish(self.state)
         usual = {
             "max_connections": 1000,
             "max_body": MAX_BODY,
@@ -193,6 +188,15 @@ class Worker:
         self.connections = ConnectionLimits(
             **{**usual, **self.bounds}, row=self.shared.get_row(0, 0)
         )
+        self.inference = InferenceService(
+            self.deployments,
+            self.shadow,
+            deadline_s=self.deadline,
+            run_timeout_s=self.run_timeout,
+            inflated=self.connections.inflated,
+        )
+        self.inference.monitor.watch_inline()
+        self.publish(self.state)
         self.app = PublicApp(self.inference)
         self.build_connection = partial(HttpProtocol, self.app, self.connections, self.hosts)
 

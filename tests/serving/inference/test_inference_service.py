@@ -5,6 +5,7 @@ The models run for real, and as slowly as a test needs.
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 import time
@@ -30,9 +31,10 @@ from onnx_ops.protocol.messages import (
     decode_cells,
 )
 from onnx_ops.serving import metrics, rollout_counts
-from onnx_ops.serving.inference import models
+from onnx_ops.serving.inference import deployments, models
 from onnx_ops.serving.inference.deployments import TableRevision
 from onnx_ops.serving.inference.request_queue import LatencyEstimator
+from onnx_ops.serving.inference.requests import read_infer
 from onnx_ops.serving.inference.service import group_requests
 from onnx_ops.serving.inference.signature import InferenceRequest
 from onnx_ops.serving.inference.traffic_router import TrafficRouter
@@ -343,6 +345,45 @@ def test_request_accepted_only_by_other_version_counts_as_refused(
     assert status(worker.send(two_rows)) == 400
     assert read_judged(worker, 2) == {400: 1}
     assert count_cells(worker, counts) == {"blue": (0, 0, 0), "green": (1, 0, 1)}
+
+
+def post_compressed(worker: Worker, body: bytes) -> bytes:
+    """Send a compressed body from a user of green; return the response."""
+    headers = {"content-encoding": "gzip", **find_user(worker, "green")}
+    return worker.send(post(INFER, gzip.compress(body), headers))
+
+
+def test_compressed_body_read_for_other_version_is_charged_to_budget(
+    judged: tuple[Worker, RolloutCounts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, _ = judged
+    charged: list[int] = []
+
+    def read(*arguments: Any) -> InferenceRequest:
+        charged.append(worker.connections.inflated.bytes)
+        return read_infer(*arguments)
+
+    monkeypatch.setattr(deployments, "read_infer", read)
+    body = infer_body([1, 1], [2, 2])
+    assert status(post_compressed(worker, body)) == 400
+    assert charged == [len(body)] * 2
+    assert worker.connections.inflated.bytes == 0
+    assert read_judged(worker, 2) == {400: 1}
+
+
+def test_compressed_request_beyond_budget_of_other_version_is_not_judged(
+    judged: tuple[Worker, RolloutCounts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, counts = judged
+
+    def read(*arguments: Any) -> InferenceRequest:
+        worker.connections.inflated.bytes += worker.connections.max_body_bytes
+        return read_infer(*arguments)
+
+    monkeypatch.setattr(deployments, "read_infer", read)
+    assert status(post_compressed(worker, infer_body([1, 1], [2, 2]))) == 400
+    assert read_judged(worker, 2) == {}
+    assert count_cells(worker, counts)["green"] == (0, 0, 0)
 
 
 def test_request_that_selects_version_is_not_mirrored(blue: Deployment, green: Deployment) -> None:
