@@ -621,21 +621,11 @@ def _hand_over(
     the ledger still contains the pending work, and every reconciliation tries it again. Return a
     text for each endpoint with pending work.
     """
-    state, text = project.settings.state, ""
+    state = project.settings.state
+    log = state / "registry.log"
     work: dict[Path, Sequence[str]] = {}
     if pending_names:
-        log, command = state / "registry.log", f"onnx-ops reconcile {' '.join(pending_names)}"
         work[log] = ("reconcile", "--retry", "15min", *pending_names)
-        text = (
-            f"Registry aliases will be updated in the background (log: {log}). "
-            f"To update them now: {command}"
-        )
-        if absent(EXTRAS["mlflow"]):
-            hint = install_hint(*EXTRAS["mlflow"])
-            text = (
-                f"Registry aliases are pending: package mlflow is not installed. {hint}; "
-                f"then: {command}"
-            )
     if moved and project.settings.notify:
         work[state / "notify.log"] = ("notify", *moved)
     for log, arguments in work.items():
@@ -648,4 +638,25 @@ def _hand_over(
                 stderr=sink,
                 start_new_session=True,
             )
-    return dict.fromkeys(pending_names, text)
+    has_moved = [name for name in pending_names if name in moved]
+    still_pending = [name for name in pending_names if name not in moved]
+    retried = (
+        f"The rollback is retried in the background for 15 minutes (log: {log}). "
+        f"To retry it now: onnx-ops reconcile {' '.join(still_pending)}"
+    )
+    aliases = _describe_pending_aliases(log, f"onnx-ops reconcile {' '.join(has_moved)}")
+    return {**dict.fromkeys(has_moved, aliases), **dict.fromkeys(still_pending, retried)}
+
+
+def _describe_pending_aliases(log: Path, command: str) -> str:
+    """Return how the aliases of endpoints that have moved are updated."""
+    if absent(EXTRAS["mlflow"]):
+        hint = install_hint(*EXTRAS["mlflow"])
+        return (
+            f"Registry aliases are pending: package mlflow is not installed. {hint}; "
+            f"then: {command}"
+        )
+    return (
+        f"Registry aliases will be updated in the background (log: {log}). "
+        f"To update them now: {command}"
+    )

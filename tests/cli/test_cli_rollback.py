@@ -57,13 +57,15 @@ def test_rollback_of_several_endpoints_reports_error_of_each(
     golden("errors", "\n".join(f"{one['endpoint']}: {one['what']}" for one in documents))
 
 
-def test_rollback_without_mlflow_names_extra_and_reconcile_command(
+def test_hand_over_without_mlflow_names_extra_for_aliases_and_retry_of_pending_rollback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hide(monkeypatch, "mlflow")
     monkeypatch.setattr("subprocess.Popen", lambda *_, **__: None)
     project = open_project(tmp_path)
     project.settings.state.mkdir(parents=True, exist_ok=True)
-    documents = rollouts._hand_over(project, ("digits",), ())
+    documents = rollouts._hand_over(project, ("digits", "silent"), ("digits",))
     assert "onnx-ops[mlflow]" in documents["digits"]
     assert documents["digits"].endswith("onnx-ops reconcile digits")
+    assert documents["silent"].startswith("The rollback is retried in the background")
+    assert documents["silent"].endswith("onnx-ops reconcile silent")
