@@ -130,6 +130,7 @@ PRESETS: Mapping[PresetName, Preset] = {
         place="models/model.onnx",
         extras="demo",
         description="the ONNX file; replace it by your file, and set its data in the pipeline",
+        change=" --set export.opset=19",
         renamed={
             "iris-onnx": "{name}",
             "examples/models/iris.onnx": "models/model.onnx",
