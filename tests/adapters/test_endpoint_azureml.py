@@ -298,6 +298,24 @@ def test_azureml_apply_or_remove_of_endpoint_of_other_owner_raises_refused_error
     assert world.scale() == 2.0
 
 
+@pytest.mark.parametrize("state", ["Succeeded", "Failed"])
+def test_azureml_apply_with_foreign_deployment_of_same_name_raises_refused_error(
+    world: World, state: str
+) -> None:
+    world.apply(1, blue=100, green=0)
+    theirs = world.cloud.control.resources[
+        f"onlineEndpoints/scaling/deployments/{world.name(world.green)}"
+    ]
+    theirs.body["tags"] = {"team": "platform"}
+    theirs.body["properties"]["provisioningState"] = state
+    with pytest.raises(RefusedError, match="its tags do not show that onnx-ops created it"):
+        world.apply(2, blue=50, green=50)
+    assert world.name(world.green) in {
+        one.name for one in world.ml.online_deployments.list("scaling")
+    }
+    assert world.scale() == 2.0
+
+
 def test_azureml_apply_of_changed_files_raises_digest_mismatch_error_and_uploads_nothing(
     world: World, tmp_path: Path
 ) -> None:

@@ -101,7 +101,7 @@ class AzureDeployments:
     def ensure(self, name: str, deployment: Deployment) -> None:
         """Create the deployment if it does not exist, and apply count and autoscaling.
 
-        A failed deployment without traffic is deleted and created again.
+        A failed deployment of this endpoint without traffic is deleted and created again.
 
         Raises:
             RefusedError: the deployment exists, but this endpoint does not own it.
@@ -116,14 +116,14 @@ class AzureDeployments:
         def step() -> bool | None:
             nonlocal has_retried
             resource = self._client.settled_deployment(name)
+            if resource is not None and not self._is_own(resource):
+                raise RefusedError(
+                    f"deployment {name} exists, but its tags do not show that onnx-ops created it "
+                    "for this endpoint",
+                    where=self._client.owner,
+                    remedy="Delete the deployment, or choose another `name` for the endpoint.",
+                )
             if resource is not None and resource.has_succeeded:
-                if not self._is_own(resource):
-                    raise RefusedError(
-                        f"deployment {name} exists, but its tags do not show that onnx-ops created "
-                        "it for this endpoint",
-                        where=self._client.owner,
-                        remedy="Delete the deployment, or choose another `name` for the endpoint.",
-                    )
                 return self._autoscaling.apply(resource) or None
             if resource is not None and self._has_traffic(name):
                 # A change of the number of instances failed. The running instances still answer
