@@ -97,7 +97,7 @@ def verify_files(deployment: Deployment) -> dict[str, Path]:
     if not manifest.files:
         raise NotFoundError(
             f"the files of {deployment.name} do not exist",
-            where=str(folder),
+            where=str(folder) if deployment.location else f"deployment {deployment.name}",
             remedy="Run the command on a machine that has the files, or copy the folder from "
             f"there. {_DOWNLOADED}",
         )
