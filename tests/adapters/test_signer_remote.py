@@ -55,8 +55,10 @@ class TestEnvironment:
     def test_open_signer_with_missing_or_wrong_variable_raises_user_error_without_secret(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        with pytest.raises(NotFoundError, match="SECRET_PEM is not set"):
-            open_signer("env:SECRET_PEM")
+        for _ in range(2):
+            with pytest.raises(NotFoundError, match="SECRET_PEM is not set, or is empty"):
+                open_signer("env:SECRET_PEM")
+            monkeypatch.setenv("SECRET_PEM", "")
         monkeypatch.setenv("SECRET_PEM", "a secret that is no key")
         with pytest.raises(UserError, match="not an ECDSA P-256 private key") as caught:
             open_signer("env:SECRET_PEM")

@@ -40,7 +40,7 @@ def open_signer(text: str) -> Signer:
     Raises:
         UserError: the setting is malformed, or the environment variable does not contain an ECDSA
             P-256 key.
-        NotFoundError: the environment variable is not set.
+        NotFoundError: the environment variable is not set, or is empty.
     """
     kind, _, name = text.partition(":")
     if kind not in _KINDS or not name:
@@ -52,12 +52,13 @@ def read_variable(name: str) -> EcdsaSigner:
     """Return the signer with the PEM key from an environment variable.
 
     Raises:
-        NotFoundError: the variable is not set.
+        NotFoundError: the variable is not set, or is empty.
         UserError: the variable does not contain an ECDSA P-256 key.
     """
     if not (text := os.environ.get(name)):
         remedy = "Set the variable to the PEM text of the private key."
-        raise NotFoundError(f"variable {name} is not set", where="signer", remedy=remedy)
+        what = f"variable {name} is not set, or is empty"
+        raise NotFoundError(what, where="signer", remedy=remedy)
     return EcdsaSigner(text.encode(), f"variable {name}")
 
 
