@@ -126,10 +126,11 @@ class Pages:
 
         Args:
             endpoint: name of the ledger; empty for all ledgers.
-            skip: number of newest entries to leave out, in decimal digits; other text counts as 0.
+            skip: number of newest entries to leave out, in decimal digits, at most `_MAX_SKIP`.
+                Other text counts as 0.
         """
         snapshot = await self.read_snapshot()
-        start = min(int(skip), _MAX_SKIP) if skip.isascii() and skip.isdecimal() else 0
+        start = _parse_skip(skip)
         lines: Sequence[tuple[HistoryLine, str | None]] = ()
         names: Sequence[str] = ()
         problems: Mapping[str, OnnxOpsError] = {}
@@ -432,6 +433,15 @@ def _plot_rollout(
         None if judged is None else odds_figure(judged.guardrails),
     )
     return [figure for figure in figures if figure is not None]
+
+
+def _parse_skip(text: str) -> int:
+    """Return the number that a text of decimal digits contains, at most `_MAX_SKIP`; else 0."""
+    if not (text.isascii() and text.isdecimal()):
+        return 0
+    digits = text.lstrip("0") or "0"
+    # `int` raises ValueError for more than 4300 digits.
+    return _MAX_SKIP if len(digits) > len(str(_MAX_SKIP)) else min(int(digits), _MAX_SKIP)
 
 
 @cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -14,7 +15,7 @@ from onnx_ops.domain.rollout import OperatorCommand
 from onnx_ops.errors import ServiceUnavailableError, StillPendingError
 from onnx_ops.release.rollback import send_command
 from onnx_ops.testing.fakes import FakeProvider
-from tests.console.console_parts import publish_with_evidence, serving_console
+from tests.console.console_parts import Console, publish_with_evidence, serving_console
 from tests.release.disk_scenes import on_disk
 from tests.release.release_parts import Scene, roll_back
 from tests.release.release_scenes import counted_out, on_trial, serving
@@ -103,6 +104,20 @@ def test_page_of_unknown_endpoint_or_path_returns_404(tmp_path: Path) -> None:
         assert console.ask("/endpoints/nothing").status == 404
         assert console.ask("/history?endpoint=nothing").status == 404
         assert console.ask("/nothing").status == 404
+
+
+@pytest.mark.parametrize("skip", ["", "0" * 5000, "-1", "²", "1.5"])
+def test_history_page_with_skip_of_zero_or_other_text_shows_newest_entries(
+    console: Console, skip: str
+) -> None:
+    assert "first-deployment" in console.show(f"/history?skip={quote(skip)}")
+
+
+@pytest.mark.parametrize("skip", ["10000001", "9" * 5000, "0" * 5000 + "10000000"])
+def test_history_page_with_huge_skip_shows_no_entries(console: Console, skip: str) -> None:
+    page = console.show(f"/history?skip={skip}")
+    assert "No entries." in page
+    assert "skip=9999900" in page
 
 
 def test_history_page_shows_signatures_and_folds_long_reasons(tmp_path: Path) -> None:
