@@ -53,11 +53,16 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class _EndpointDetail:
-    """The log of an endpoint, with its last rollout and the plot of its evidence."""
+    """The log of an endpoint, with its last rollout and the plot of its evidence.
+
+    The log `is_whole` if it has every entry of the ledger. Otherwise, missing entries can contain a
+    rollout.
+    """
 
     log: EntryLog
     timeline: RolloutTimeline | None
     evidence: Figure | None
+    is_whole: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +328,9 @@ class Pages:
         evidence = None
         if timeline is not None:
             evidence = evidence_figure(trace_guardrails(timeline.history, timeline.policy))
-        return _EndpointDetail(log, timeline, evidence)
+        last = log.entries[-1].sequence if log.entries else 0
+        is_whole = log.error is None and len(log.entries) == last
+        return _EndpointDetail(log, timeline, evidence, is_whole)
 
     def _read_history(
         self, names: Sequence[str]

@@ -13,6 +13,7 @@ from onnx_ops.console.snapshot import SnapshotReader
 from onnx_ops.domain.endpoint import EndpointConfig, EndpointServer, EndpointState
 from onnx_ops.domain.rollout import OperatorCommand
 from onnx_ops.errors import ServiceUnavailableError, StillPendingError
+from onnx_ops.release.adoption import adopt, find_adoption
 from onnx_ops.release.rollback import send_command
 from onnx_ops.testing.fakes import FakeProvider
 from tests.console.console_parts import Console, publish_with_evidence, serving_console
@@ -151,6 +152,24 @@ def test_pages_of_damaged_ledger_show_error_and_intact_entries(
     assert "Traceback" not in history + overview + page
 
 
+@pytest.mark.parametrize("is_adopted", [False, True])
+def test_endpoint_page_with_damaged_start_of_ledger_does_not_deny_rollout(
+    tmp_path: Path, is_adopted: bool
+) -> None:
+    with on_disk(tmp_path):
+        scene = on_trial()
+    first = min((tmp_path / ".onnx-ops" / "ledger" / "digits").glob("*.jsonl"))
+    first.write_bytes(first.read_bytes()[:50] + b"#\n")
+    scene.restart()
+    if is_adopted:
+        adopt(scene.context, find_adoption(scene.context, "digits"))
+    with serving_console(tmp_path, scene.context) as console:
+        page = console.show("/endpoints/digits")
+    assert ("the ledger is damaged" in page) is not is_adopted
+    assert "The last rollout cannot be shown" in page
+    assert "No rollout to show" not in page
+
+
 def test_pages_show_hostile_reason_as_text(tmp_path: Path) -> None:
     scene = serving("a", "b")
     roll_back(scene.context, "digits", reason=HOSTILE, actor=HOSTILE)
@@ -283,5 +302,8 @@ def test_pages_of_release_with_unreadable_ledger_show_its_error(
     monkeypatch.setattr(snapshot, "list_bound_endpoints", fail)
     with serving_console(tmp_path, context) as console:
         page = console.show("/releases/digits/1")
+        releases = console.show("/releases")
         assert console.ask("/reports/digits/1").status == 503
     assert "the ledger does not answer" in page
+    assert "the ledger does not answer" in releases
+    assert "No models to show" not in releases
