@@ -264,12 +264,16 @@ class LocalHost:
         return f"{socket.gethostname()}:{os.getpid()}:{_started(os.getpid())}"
 
     def alive(self, holder: str) -> bool:
-        """Return whether a holder runs; True for other hosts, and without a process id."""
+        """Return whether a holder can still be running.
+
+        The result is True for other hosts, and for names without a process id or start time. Their
+        leases then last until they expire.
+        """
         host, _, rest = holder.partition(":")
         process, _, started = rest.partition(":")
-        if host != socket.gethostname() or not process.isdecimal():
+        if host != socket.gethostname() or not process.isdecimal() or not started:
             return True
-        return _started(int(process)) == started != ""
+        return _started(int(process)) == started
 
     def actor(self) -> str:
         """Return the user for the audit trail: ONNX_OPS_ACTOR or user@host."""

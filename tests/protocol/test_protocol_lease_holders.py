@@ -48,7 +48,15 @@ def test_alive_of_reused_process_id_returns_false() -> None:
 
 
 @pytest.mark.parametrize(
-    "holder", ["another-machine:1:1", f"{socket.gethostname()}:me:1", "", "nonsense"]
+    "holder",
+    [
+        "another-machine:1:1",
+        f"{socket.gethostname()}:me:1",
+        f"{socket.gethostname()}:1",
+        f"{socket.gethostname()}:1:",
+        "",
+        "nonsense",
+    ],
 )
 def test_alive_of_foreign_or_malformed_holder_returns_true(holder: str) -> None:
     assert LocalHost().alive(holder)
