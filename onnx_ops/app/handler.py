@@ -345,7 +345,7 @@ def at_rest(endpoint: str, reports: list[StepReport]) -> None:
 
     Raises:
         RefusedError: a version is not allowed to serve.
-        ServiceUnavailableError: the registry does not answer.
+        ServiceUnavailableError: the registry could not be read.
         ConflictError: the endpoint is still changing.
     """
     for report in reports:
@@ -354,7 +354,7 @@ def at_rest(endpoint: str, reports: list[StepReport]) -> None:
     last = reports[-1]
     if last.registry_down:
         raise ServiceUnavailableError(
-            "the registry did not answer, so the requested version is unknown",
+            "the registry could not be read, so the requested version is unknown",
             where=endpoint,
             why=last.registry_down,
         )

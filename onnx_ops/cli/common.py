@@ -104,7 +104,7 @@ _COLOURS = {
     Verdict.FAIL: "red",
 }
 _UNWRAPPED = 100_000
-"""Width in columns of output to files and pipes, large enough for unbroken lines."""
+"""Width in columns of output without a terminal, so large that no line is broken."""
 _CI = ("GITHUB_ACTIONS", "TF_BUILD")
 """Environment variables of CI services that execute commands in output lines."""
 
@@ -437,7 +437,7 @@ def print_steps(
         for report in steps:
             say(f"{name}: {report.did + ': ' if report.did else ''}{report.why}")
         if steps[-1].registry_down:
-            say(f"{name}: the registry did not answer: {steps[-1].registry_down}", err=True)
+            say(f"{name}: the registry could not be read: {steps[-1].registry_down}", err=True)
     print_errors(errors or {})
 
 
@@ -461,8 +461,8 @@ def exit_after_steps(
 ) -> None:
     """Exit with the highest exit code of the errors.
 
-    Without errors, exit with 5 if a step was refused, or else with 4 if the registry was silent.
-    Otherwise, return.
+    Without errors, exit with 5 if a step was refused, or else with 4 if the registry could not be
+    read. Otherwise, return.
     """
     if errors:
         raise typer.Exit(max(error.exit_code for error in errors.values()))

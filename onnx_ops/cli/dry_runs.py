@@ -106,7 +106,7 @@ def print_changes(dry_run: DryRun, outcome: DryRunOutcome, failure: OnnxOpsError
             if not step.did:
                 say(f"{name}: {step.why}")
         if steps[-1].registry_down:
-            say(f"{name}: the registry did not answer: {steps[-1].registry_down}", err=True)
+            say(f"{name}: the registry could not be read: {steps[-1].registry_down}", err=True)
     if needs := dry_run.list_needs():
         say(f"Needs: {'; '.join(needs)}.")
     for text in format_rollbacks(dry_run.list_rollbacks()).values():

@@ -42,7 +42,8 @@ class Registry(Protocol):
     """Versions with their evidence, and the aliases of versions.
 
     Every method except `where` and `mirror` raises ServiceUnavailableError if the registry does not
-    answer, and RefusedError if it denies access.
+    answer or cannot process the request, and RefusedError if it denies access. It raises
+    StorageError if it cannot read or write files of this machine.
     """
 
     def publish(self, publication: Publication) -> Mapping[str, str]:

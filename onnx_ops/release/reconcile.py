@@ -94,7 +94,8 @@ class StepReport:
 
     `did` is empty for a wait. `stable` is True if a further step would change nothing now.
     `refused` is True if the step refused a version that an alias points to. `registry_down` is the
-    reason why the registry could not be read; it is empty if the registry answered or was not read.
+    reason why the registry, or a version that it requests, could not be read; otherwise, it is
+    empty.
     """
 
     endpoint: str

@@ -18,7 +18,7 @@ from onnx_ops.release.reconcile import StepReport, find_step, reconcile_until_st
 class RegistrySnapshot:
     """Aliases of the registry; `aliases` has the version by model and by alias.
 
-    `down` is the reason why the registry did not answer; it is empty if the registry answered.
+    `down` is the reason why the registry could not be read; it is empty if the registry was read.
     """
 
     aliases: Mapping[str, Mapping[str, str]]

@@ -35,6 +35,7 @@ from onnx_ops.errors import (
     OnnxOpsError,
     RefusedError,
     ServiceUnavailableError,
+    StorageError,
 )
 from onnx_ops.ports import Context
 from onnx_ops.release.decision_policy import (
@@ -53,10 +54,11 @@ from onnx_ops.scratch import Scratch
 
 MAX_TEXT = 400
 """Maximum length of a reason in a tag, in characters."""
-REGISTRY_OUTAGES = (ServiceUnavailableError, MissingPackageError)
+REGISTRY_OUTAGES = (ServiceUnavailableError, StorageError, MissingPackageError)
 """Errors after which a caller can continue without the registry.
 
-The registry does not answer, or its client package is missing.
+The registry does not answer or cannot process the request, a download cannot be stored, or the
+client package of the registry is missing.
 """
 
 

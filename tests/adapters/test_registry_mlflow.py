@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
 import pytest
+import requests
+from sqlalchemy.exc import SQLAlchemyError
 
 from onnx_ops import codec
 from onnx_ops.adapters.registries import mlflow as mlflow_registry
@@ -40,6 +46,7 @@ from onnx_ops.errors import (
     OnnxOpsError,
     RefusedError,
     ServiceUnavailableError,
+    StorageError,
     UserError,
 )
 from onnx_ops.ports.release import Registry
@@ -195,6 +202,34 @@ class TestOnAServer(RegistrySuite):
         tags = list(client_of(registry).get_model_version("labelled", version).tags)
         assert tags[:5] == ["variant", "gate.cpu-1t", "git.sha", "data.rev", "release"]
         assert all(key.startswith("mlflow.onnx_ops.") for key in tags[5:])
+
+
+@contextmanager
+def failing_server(status: int | None) -> Iterator[str]:
+    """Serve only `/health`; yield the address.
+
+    Other requests get the status, or no answer if it is None.
+    """
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path == "/health" or status is not None:
+                self.send_response(200 if self.path == "/health" else int(status or 0))
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+            self.close_connection = True
+
+        def log_message(self, *_: object) -> None:
+            """Print nothing."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 class Killed(BaseException):
@@ -459,6 +494,72 @@ def test_mlflow_error_raises_error_type_for_its_code(
     assert "second line" not in str(caught.value)
 
 
+@pytest.mark.parametrize("code", ["INTERNAL_ERROR", "TEMPORARILY_UNAVAILABLE", "BAD_REQUEST"])
+def test_mlflow_error_without_own_type_reports_failed_request_and_cause(
+    registry: MlflowRegistry, code: str
+) -> None:
+    from mlflow.exceptions import RestException
+
+    with pytest.raises(ServiceUnavailableError) as caught, registry._mlflow.session("model m"):
+        raise RestException({"error_code": code, "message": "no space on the server"})  # type: ignore[no-untyped-call]
+    assert caught.value.what == "MLflow could not process the request"
+    assert caught.value.why == f"{code}: no space on the server"
+
+
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        (ConnectionResetError(errno.ECONNRESET, "reset"), "MLflow does not answer"),
+        (requests.ConnectionError("no route"), "MLflow does not answer"),
+        (requests.ReadTimeout("no answer"), "MLflow does not answer"),
+        (
+            requests.HTTPError("404", response=requests.Response()),
+            "MLflow could not process the request",
+        ),
+        (SQLAlchemyError("a table is missing"), "MLflow could not process the request"),
+    ],
+)
+def test_mlflow_session_with_network_or_database_error_raises_service_unavailable_error(
+    registry: MlflowRegistry, error: Exception, what: str
+) -> None:
+    with pytest.raises(ServiceUnavailableError) as caught, registry._mlflow.session("model m"):
+        raise error
+    assert (caught.value.what, caught.value.where) == (what, registry._mlflow.shown)
+
+
+@pytest.mark.parametrize(
+    ("error", "what"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "the disk is full"),
+        (PermissionError(errno.EACCES, "denied", "/f"), "a file or folder is not accessible"),
+        (FileNotFoundError(errno.ENOENT, "missing", "/f"), "a file or folder is not accessible"),
+        (OSError(errno.EIO, "broken", "/f"), "a file or folder is not accessible"),
+    ],
+)
+def test_mlflow_session_with_local_os_error_raises_storage_error(
+    registry: MlflowRegistry, error: OSError, what: str
+) -> None:
+    with pytest.raises(StorageError) as caught, registry._mlflow.session("model m"):
+        raise error
+    assert (caught.value.what, caught.value.where) == (what, "model m")
+    assert str(error) in caught.value.why
+
+
+@pytest.mark.parametrize(
+    ("status", "what"),
+    [(500, "MLflow could not process the request"), (None, "MLflow does not answer")],
+)
+def test_aliases_from_failing_server_distinguish_failed_and_unanswered_request(
+    monkeypatch: pytest.MonkeyPatch, status: int | None, what: str
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with failing_server(status) as address, pytest.raises(ServiceUnavailableError) as caught:
+        MlflowRegistry(address.replace("//", "//u:secret@")).aliases("digits")
+    assert caught.value.what == what
+    assert ("500" in caught.value.why) is (status == 500)
+    assert "secret" not in str(caught.value)
+
+
 @pytest.mark.nightly
 def test_mlflow_load_model_of_published_version_returns_predictions(
     registry: MlflowRegistry, tmp_path: Path
@@ -703,6 +804,56 @@ def test_fetch_with_failing_storage_client_raises_service_unavailable_error(
         registry.fetch(record, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("error", "kind", "what"),
+    [
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/m"), StorageError, "the disk is full"),
+        (
+            ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED)),
+            ServiceUnavailableError,
+            "the files of this version cannot be read now",
+        ),
+        (
+            ValueError("no credentials"),
+            ServiceUnavailableError,
+            "the files of this version cannot be read now",
+        ),
+    ],
+)
+def test_fetch_with_failing_download_raises_error_with_cause(
+    registry: MlflowRegistry,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    kind: type[OnnxOpsError],
+    what: str,
+) -> None:
+    """MLflow reports the failed files in the text of one error."""
+    record = publish(registry, tmp_path, f"download-{type(error).__name__}")
+
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise error
+
+    from mlflow.store.artifact.local_artifact_repo import LocalArtifactRepository
+
+    monkeypatch.setattr(LocalArtifactRepository, "_download_file", fail)
+    with pytest.raises(kind) as caught:
+        registry.fetch(record, tmp_path)
+    assert caught.value.what == what
+    assert str(error).rpartition("] ")[2] in caught.value.why
+
+
+def test_publish_with_lost_file_raises_storage_error(
+    registry: MlflowRegistry, tmp_path: Path
+) -> None:
+    release = publication(tmp_path, model="lost", seed="a")
+    for path in release.variants[0].evidence.values():
+        path.unlink()
+    with pytest.raises(StorageError, match="No such file") as caught:
+        registry.publish(release)
+    assert caught.value.where == "model lost"
+
+
 def test_version_of_foreign_model_raises_not_found_error(registry: MlflowRegistry) -> None:
     with registry._mlflow.session("") as client:
         client.create_registered_model("foreign")
@@ -840,7 +991,7 @@ def test_aliases_without_reachable_server_raise_service_unavailable_error(addres
 def test_aliases_with_damaged_database_raise_service_unavailable_error(tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").write_bytes(b"this is not a database" * 1000)
     registry = MlflowRegistry(f"sqlite:///{tmp_path}/mlflow.db")
-    with pytest.raises(ServiceUnavailableError):
+    with pytest.raises(ServiceUnavailableError, match=r"could not process .*not a database"):
         registry.aliases("digits")
 
 

@@ -25,14 +25,16 @@ from onnx_ops.errors import (
     AlarmRollbackError,
     InfrastructureError,
     NotFoundError,
+    OnnxOpsError,
     RefusedError,
     ServiceUnavailableError,
+    StorageError,
     UserError,
 )
 from onnx_ops.release.promote import bind_endpoint, promote
 from onnx_ops.release.reconcile import reconcile_step, reconcile_until_stable
 from onnx_ops.release.status import HistoryFilter, read_history, read_rollout_view, read_status
-from onnx_ops.testing.fakes import FakeProvider, FakeWorld
+from onnx_ops.testing.fakes import FakeProvider, FakeRegistry, FakeWorld
 from tests.release.release_parts import (
     AT_ONCE,
     CANARY,
@@ -46,7 +48,7 @@ from tests.release.release_parts import (
     config_of,
     effects,
 )
-from tests.release.release_scenes import interrupted, on_trial, owe, serving
+from tests.release.release_scenes import counted_out, interrupted, on_trial, owe, serving
 from tests.support.golden import Golden
 from tests.support.must import must
 
@@ -489,6 +491,23 @@ def test_reconcile_without_registry_restores_endpoint_and_reports_outage(trial: 
         "memory: the registry does not answer"
     }
     assert trial.traffic() == {"v2": 10, "v1": 90}
+
+
+@pytest.mark.parametrize(
+    "error", [StorageError("the disk is full"), ServiceUnavailableError("silence")], ids=str
+)
+def test_reconcile_with_failing_download_takes_failing_candidate_back(
+    monkeypatch: pytest.MonkeyPatch, error: OnnxOpsError
+) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise error
+
+    scene = counted_out(bad=True)
+    scene.promote(scene.publish("c"))
+    monkeypatch.setattr(FakeRegistry, "fetch", fail)
+    reports = scene.reconcile()
+    assert scene.traffic() == {"v1": 100}
+    assert {report.registry_down for report in reports} == {str(error)}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from onnx_ops import codec
 from onnx_ops.adapters.registries import mlflow_folder
-from onnx_ops.adapters.registries.mlflow_connection import MlflowConnection, storage_errors
+from onnx_ops.adapters.registries.mlflow_connection import MlflowConnection
 from onnx_ops.domain.artifact import Digest, Manifest, digest_file
 from onnx_ops.errors import DigestMismatchError, RefusedError, quoted
 from onnx_ops.scratch import Scratch
@@ -45,8 +45,8 @@ Other schemes, such as `http`, could make onnx-ops send requests to any host.
 class ArtifactDownload:
     """Files of one LoggedModel or run; other clients can change them.
 
-    Requests raise ServiceUnavailableError for errors of the storage's client. Errors of MLflow and
-    of the system are converted by `MlflowConnection.session`, which must be active.
+    Requests raise the errors of `MlflowConnection.artifact_errors`. Errors of MLflow and of the
+    system are converted by `MlflowConnection.session`, which must be active.
     """
 
     def __init__(self, connection: MlflowConnection, location: str, where: str) -> None:
@@ -65,14 +65,14 @@ class ArtifactDownload:
             )
         from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
-        self._where = where
-        with storage_errors(self._where):
+        self._connection, self._where = connection, where
+        with self._connection.artifact_errors(self._where):
             self._files = get_artifact_repository(location, tracking_uri=connection.uri)
 
     def has(self, name: str) -> bool:
         """Return whether a file with that name exists."""
         parent = name.rpartition("/")[0]
-        with storage_errors(self._where):
+        with self._connection.artifact_errors(self._where):
             return any(
                 info.path == name and not info.is_dir
                 for info in self._files.list_artifacts(parent or None)
@@ -83,7 +83,7 @@ class ArtifactDownload:
         if not self.has(name):
             what = f"{name} is missing from the artifacts"
             raise DigestMismatchError(what, where=self._where, remedy=_ARTIFACT_REMEDY)
-        with storage_errors(self._where):
+        with self._connection.artifact_errors(self._where):
             self._files.download_artifacts(name, str(folder))  # type: ignore[no-untyped-call]
         return folder / name
 

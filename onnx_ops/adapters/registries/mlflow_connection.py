@@ -13,7 +13,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,10 +24,12 @@ from onnx_ops.errors import (
     OnnxOpsError,
     RefusedError,
     ServiceUnavailableError,
+    StorageError,
     UserError,
     quoted,
 )
 from onnx_ops.plugins import imported, missing_package, require
+from onnx_ops.scratch import storage_errors
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -37,6 +39,10 @@ _PORTS = {"postgresql": 5432, "mysql": 3306, "mssql": 1433}
 _PROBE_S = 5
 """Time limit in seconds of a request that checks whether the server answers."""
 
+_DOWNLOAD_FAILURE = re.compile(
+    r"^##### File .*\n(?:\[Errno (?P<number>\d+)\] )?(?P<text>.+)", re.MULTILINE
+)
+"""The failure of one file in the message of MLflow's error of a download."""
 _MODEL_URI = re.compile(r"models:/(?P<name>[^/@]+)(?:/(?P<version>\d+)|@(?P<alias>[^/@]+))")
 _ENVIRONMENT: Mapping[str, str] = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -113,7 +119,8 @@ class MlflowConnection:
 
         Raises:
             ServiceUnavailableError: MLflow is unreachable, refuses the credentials, or cannot
-                process the request now. Or the block raises an OSError.
+                process the request now.
+            StorageError: the disk of this machine is full, or a file or folder is not accessible.
             NotFoundError: there is no such resource.
             RefusedError: the user does not have the permission.
             UserError: a name or value is invalid, or the resource already exists.
@@ -135,13 +142,52 @@ class MlflowConnection:
         from sqlalchemy.exc import SQLAlchemyError
 
         try:
-            yield self._client
+            with storage_errors(where):
+                yield self._client
         except MlflowException as error:
             raise self._translated(error, where) from error
-        except (SQLAlchemyError, OSError) as error:
-            raise self._unavailable(str(error)) from error
+        except SQLAlchemyError as error:
+            raise self._failed(str(error)) from error
+        except OSError as error:
+            raise self._translated_os_error(error, where) from error
         except ModuleNotFoundError as error:
             raise missing_package(imported(error), where=self.shown) from error
+
+    @contextmanager
+    def artifact_errors(self, where: str) -> Iterator[None]:
+        """Convert errors of the artifact storage that `session` does not convert.
+
+        The client of the storage can raise errors of any type, which MLflow passes on. For a failed
+        download, MLflow raises an error whose message contains the error of each file.
+
+        Raises:
+            ServiceUnavailableError: the client of the storage failed.
+            StorageError: the disk of this machine is full, or a file or folder is not accessible.
+        """
+        from mlflow.exceptions import MlflowException
+
+        try:
+            yield
+        except (OSError, ModuleNotFoundError):
+            raise
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            if isinstance(error, MlflowException):
+                failure = _DOWNLOAD_FAILURE.search(str(error))
+                if failure is None or error.error_code != "INTERNAL_ERROR":
+                    raise
+                why = failure["text"]
+                if failure["number"]:
+                    # Only an OSError about storage is converted.
+                    with suppress(OSError), storage_errors(where):
+                        raise OSError(int(failure["number"]), why) from error
+            raise ServiceUnavailableError(
+                "the files of this version cannot be read now",
+                where=where,
+                why=quoted(self._redact(why)),
+                remedy="Check that this machine can reach the artifact storage of MLflow, "
+                "and has credentials for it.",
+            ) from error
 
     @contextmanager
     def as_default(self) -> Iterator[None]:
@@ -229,7 +275,33 @@ class MlflowConnection:
                 remedy="Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, "
                 "or MLFLOW_TRACKING_TOKEN",
             )
-        return self._unavailable(text)
+        return self._unavailable(text) if _is_unanswered(error) else self._failed(text)
+
+    def _translated_os_error(self, error: OSError, where: str) -> OnnxOpsError:
+        # Errors of a network have no file name. A FileNotFoundError without one reports that no
+        # folder for temporary files can be used.
+        if error.filename is not None or isinstance(error, FileNotFoundError):
+            return StorageError(
+                "a file or folder is not accessible",
+                where=where,
+                why=self._clean(str(error)),
+                remedy="Check the path that the reason names.",
+            )
+        text = str(error)
+        return self._failed(text) if _reports_status(error) else self._unavailable(text)
+
+    def _failed(self, why: str) -> ServiceUnavailableError:
+        remedy = (
+            "Check that the database is reachable and writable"
+            if self.is_database
+            else "Check the log of the server"
+        )
+        return ServiceUnavailableError(
+            "MLflow could not process the request",
+            where=self.shown,
+            why=self._clean(why),
+            remedy=remedy,
+        )
 
     def _unavailable(self, why: str) -> ServiceUnavailableError:
         remedy = (
@@ -243,11 +315,35 @@ class MlflowConnection:
 
     def _clean(self, text: str) -> str:
         """Return the first line of a message without the password of the URI."""
+        lines = self._redact(text).strip().splitlines()
+        return quoted(lines[0]) if lines else ""
+
+    def _redact(self, text: str) -> str:
         password = urlsplit(self.uri).password
         for secret in {password, unquote(password)} if password else ():
             text = text.replace(secret, "***")
-        lines = text.strip().splitlines()
-        return quoted(lines[0]) if lines else ""
+        return text
+
+
+def _is_unanswered(error: Exception) -> bool:
+    """Return whether an MlflowException reports a request that got no answer.
+
+    MLflow raises it while it handles the error of the request.
+    """
+    from requests.exceptions import RequestException
+
+    cause = error.__cause__ or error.__context__
+    return isinstance(cause, RequestException) and not _reports_status(cause)
+
+
+def _reports_status(error: OSError) -> bool:
+    """Return whether an error reports the HTTP status of an answer.
+
+    A RetryError reports the status of the last of several answers, and has no `response`.
+    """
+    from requests.exceptions import RetryError
+
+    return isinstance(error, RetryError) or getattr(error, "response", None) is not None
 
 
 def import_mlflow() -> None:
@@ -308,7 +404,7 @@ class MlflowModels:
             from mlflow.artifacts import download_artifacts
 
             source = f"models:/{name}/{version}"
-            with storage_errors(uri):
+            with self._mlflow.artifact_errors(uri):
                 download_artifacts(
                     artifact_uri=source, dst_path=str(folder), tracking_uri=self._mlflow.uri
                 )
@@ -324,25 +420,3 @@ class MlflowModels:
             else:
                 entry = client.get_model_version(match["name"], match["version"])
         return str(entry.name), str(entry.version), str(entry.source)
-
-
-@contextmanager
-def storage_errors(where: str) -> Iterator[None]:
-    """Convert errors that `MlflowConnection.session` does not convert.
-
-    The client of the storage can raise errors of any type, which MLflow passes on.
-    """
-    from mlflow.exceptions import MlflowException
-
-    try:
-        yield
-    except (MlflowException, OSError, ModuleNotFoundError):
-        raise
-    except Exception as error:
-        raise ServiceUnavailableError(
-            "the files of this version cannot be read now",
-            where=where,
-            why=quoted(f"{type(error).__name__}: {error}"),
-            remedy="Check that this machine can reach the artifact storage of MLflow, "
-            "and has credentials for it.",
-        ) from error
