@@ -155,6 +155,19 @@ def test_export_of_column_transformer_with_matrix_input_equals_source(tmp_path: 
     )
 
 
+@pytest.mark.parametrize("dtype", ["int64", "bool"])
+@pytest.mark.parametrize("last", ["ensemble.RandomForestClassifier", "linear_model.Perceptron"])
+def test_export_of_named_columns_with_matrix_of_integers_equals_source(
+    tmp_path: Path, last: str, dtype: str
+) -> None:
+    rows = np.hstack([COLUMNS["visits"], COLUMNS["visits"] % 2]).astype(dtype)
+    steps = [("scaled", sk("preprocessing.StandardScaler"), ["even"])]
+    columns = sk("compose.ColumnTransformer", steps, remainder="passthrough")
+    model = piped(columns, sk(last, random_state=0))
+    model.fit(Dataset(inputs={"visits": rows[:, :1], "even": rows[:, 1:]}).frame(), LABEL)
+    check_same(SklearnExporter(), model, {"x": rows}, tmp_path)
+
+
 @pytest.mark.parametrize(
     "kind", ["XGBClassifier", "XGBRegressor", "XGBRanker", "LGBMClassifier", "LGBMRanker"]
 )
