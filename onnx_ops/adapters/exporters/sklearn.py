@@ -115,21 +115,18 @@ class SklearnExporter(TreeExporter):
         Raises:
             UserError: the converter refuses the model.
         """
-        refused: UserError | None = None
+        refusals: list[UserError] = []
         for tried in dict.fromkeys([layout, layout.as_float32("f8"), layout.as_float32("f8", "i")]):
             try:
                 converted = _convert(self._convertible(model), tried, opset, self.tools[0])
             except UserError as error:
-                refused = refused or error
+                refusals.append(error)
                 continue
             is_as_given = all(kind not in ("f8", "i") for _, kind, _ in tried.types)
             if is_as_given or _loads(converted):
                 return converted, tried
-        raise refused or UserError(
-            f"ONNX Runtime cannot load the export of {type(model).__name__}",
-            where="export",
-            remedy="Convert the rows to float32 before fitting the estimator.",
-        )
+        # The last layout contains only float32 and texts, so the converter refused it.
+        raise refusals[0]
 
     def export(self, model: object, request: ExportRequest) -> None:
         """Convert the estimator with skl2onnx and tidy the inputs and outputs of the file."""
