@@ -218,6 +218,26 @@ def test_dvc_fingerprint_of_missing_revision_of_url_suggests_to_list_its_branche
     assert f"`git ls-remote --heads --tags {url}`" in caught.value.remedy
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        ("branch", "--move", "trunk"),
+        ("checkout", "--quiet", "-b", "trunk"),
+        ("checkout", "--quiet", "--detach"),
+    ],
+)
+def test_dvc_origin_after_change_of_default_branch_of_url_returns_its_commit(
+    repository: Repository, reads: DvcSource, change: tuple[str, ...]
+) -> None:
+    url = repository.root.as_uri()
+    assert reads.origin(section(repo=url), repository.root)["rev"] == "HEAD"
+    repository.git(*change)
+    # A branch whose name ends in HEAD also matches the pattern HEAD of `git ls-remote`.
+    repository.git("branch", "a/HEAD", "v1")
+    commit = repository.commit()
+    assert reads.origin(section(repo=url), repository.root)["commit"] == commit
+
+
 def test_dvc_fingerprint_after_killed_fetch_suggests_to_delete_local_copy(
     repository: Repository, reads: DvcSource
 ) -> None:

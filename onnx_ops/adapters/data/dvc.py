@@ -451,8 +451,7 @@ class DvcSource(DataSource):
             ):
                 return mirror
             else:
-                refs = ("+refs/heads/*:refs/heads/*", "+refs/tags/*:refs/tags/*")
-                done = _git(mirror, "fetch", "--quiet", "--prune", "origin", *refs)
+                done = _fetch(mirror)
         if done.returncode:
             raise ServiceUnavailableError(
                 "git could not clone or update the repository",
@@ -623,6 +622,28 @@ def _find_commit(folder: Path, rev: str, url: str = "") -> str:
         if not done.returncode:
             return _text(done)
     raise _missing_revision(folder, rev, url)
+
+
+def _fetch(mirror: Path) -> subprocess.CompletedProcess[bytes]:
+    """Fetch the branches, the tags and HEAD of a bare copy; return git's last process.
+
+    `git fetch` does not change HEAD of the copy, so it is set here. Otherwise, the copy would keep
+    the default branch of the time when it was cloned.
+    """
+    listed = _git(mirror, "ls-remote", "--symref", "origin", "HEAD")
+    if listed.returncode:
+        return listed
+    # The list also contains branches such as `x/HEAD`. The first line of HEAD names its branch; if
+    # HEAD is detached, it contains the commit.
+    lines = _text(listed).splitlines()
+    head = next((line.removesuffix("\tHEAD") for line in lines if line.endswith("\tHEAD")), "")
+    refs = ["+refs/heads/*:refs/heads/*", "+refs/tags/*:refs/tags/*", *(["HEAD"] if head else [])]
+    fetched = _git(mirror, "fetch", "--quiet", "--prune", "origin", *refs)
+    if fetched.returncode or not head:
+        return fetched
+    if head.startswith("ref: "):
+        return _git(mirror, "symbolic-ref", "HEAD", head.removeprefix("ref: "))
+    return _git(mirror, "update-ref", "--no-deref", "HEAD", head)
 
 
 def _missing_revision(folder: Path, rev: str, url: str) -> NotFoundError:
