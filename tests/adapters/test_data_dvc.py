@@ -370,8 +370,19 @@ def test_dvc_sample_exists_only_for_file_in_checkout(
     assert first(sample.arrays) == expected(1)
     assert reads.sample(section(rev="v1"), repository.root) is None
     assert reads.sample(section(repo="https://example.com/models.git"), repository.root) is None
-    with pytest.raises(NotFoundError):
-        reads.sample(section("data/tarin.npz"), repository.root)
+    assert reads.sample(section("data/tarin.npz"), repository.root) is None
+
+
+def test_dvc_sample_reads_file_without_environment_of_dvc(
+    repository: Repository, tmp_path: Path
+) -> None:
+    environments = tmp_path / "environments"
+    reads = DvcSource(environments=environments, repositories=tmp_path / "repositories")
+    repository.write("data/train.npz", archive(3))
+    sample = reads.sample(section(), repository.root)
+    assert sample is not None
+    assert first(sample.arrays) == expected(3)
+    assert not environments.exists()
 
 
 def test_load_of_tampered_dvc_cache_file_raises_digest_mismatch_error(

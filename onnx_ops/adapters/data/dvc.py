@@ -207,18 +207,16 @@ class DvcSource(DataSource):
                 yield from (f"{place}.dvc", str(place.parent / "dvc.lock"))
 
     def sample(self, section: DataSection, root: Path) -> Sample | None:
-        """Read the first rows of the file in the checkout, without a check of its MD5.
+        """Read the first rows of the file in the checkout, without DVC.
 
+        Neither the pointer nor the MD5 of the file is checked, because DVC could need the network.
         The result is None for a URL, if `rev` is set, or for a file that is not checked out.
         """
         options = _read_options(section)
-        if options.is_url:
-            return None
-        self._find(section, root)
         copy = root / options.repo / options.path
-        return (
-            None if options.rev or not copy.is_file() else sample_arrays(copy, where=options.path)
-        )
+        if options.is_url or options.rev or not copy.is_file():
+            return None
+        return sample_arrays(copy, where=options.path)
 
     def load(self, section: DataSection, root: Path) -> Mapping[str, Array]:
         """Read the file from DVC's cache or remote, after checking it against its MD5.
