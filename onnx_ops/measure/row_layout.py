@@ -57,12 +57,12 @@ class RowLayout:
     @property
     def is_plain(self) -> bool:
         """Return whether every array holds rows on its first axis."""
-        return not (
-            self.values
-            or self.row_values
-            or any(self.inputs.values())
-            or any(self.outputs.values())
-        )
+        return self.has_plain_inputs and not any(self.outputs.values())
+
+    @property
+    def has_plain_inputs(self) -> bool:
+        """Return whether every input holds rows of the data on its first axis."""
+        return not (self.values or self.row_values or any(self.inputs.values()))
 
     def arrange(self, rows: Tensors) -> dict[str, Any]:
         """Return the inputs of a run in the model's layout.

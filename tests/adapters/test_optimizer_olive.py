@@ -31,6 +31,7 @@ from onnx_ops.errors import (
 )
 from onnx_ops.ports import OptimizeRequest
 from onnx_ops.testing.models import rows, write_perceptron
+from tests.support.graphs import write_graph
 
 STATIC: dict[str, Any] = {"type": "OnnxStaticQuantization", "data_config": "their_rows"}
 CONFIG: dict[str, Any] = {
@@ -169,6 +170,29 @@ def test_olive_optimize_without_calibration_rows_raises_user_error(tmp_path: Pat
     )
     with pytest.raises(UserError, match=r"there are no calibration rows.*Add calibrate"):
         OliveOptimizer().optimize(request)
+
+
+@pytest.mark.parametrize(
+    ("graph", "error"),
+    [
+        ("(float[n,4] x) => (float[4,n] y) { y = Transpose(x) }", StageError),
+        ("(float[4,n] x) => (float[n,4] y) { y = Transpose(x) }", UserError),
+    ],
+)
+def test_olive_optimize_with_pass_over_data_raises_user_error_only_for_rows_of_inputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graph: str, error: type[OnnxOpsError]
+) -> None:
+    # Without the package, a run of Olive fails.
+    monkeypatch.setitem(sys.modules, "olive.workflows", None)
+    request = OptimizeRequest(
+        section=inline_files(CONFIG),
+        source=write_graph(tmp_path / "source.onnx", graph),
+        path=tmp_path / "made.onnx",
+        calibration={"x": np.zeros((8, 4), np.float32)},
+    )
+    with pytest.raises(error) as caught:
+        OliveOptimizer().optimize(request)
+    assert type(caught.value) is error
 
 
 def test_olive_optimize_that_fails_names_default_requirements(

@@ -161,9 +161,12 @@ class OliveOptimizer(Optimizer):
         # The module loads NumPy, so it is imported only here.
         from onnx_ops.measure.row_layout import read_layout
 
-        if reads_data and not read_layout(read_model_info(request.source), request.values).is_plain:
+        if (
+            reads_data
+            and not read_layout(read_model_info(request.source), request.values).has_plain_inputs
+        ):
             raise UserError(
-                "a pass reads data, but some inputs or outputs have no rows on their first axis",
+                "a pass reads data, but some inputs have no rows on their first axis",
                 where=f"variant {section.name}",
                 remedy="Use method static: Olive's data sets have rows on the first axis of every "
                 "input.",
