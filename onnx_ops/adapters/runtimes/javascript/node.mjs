@@ -45,7 +45,6 @@ export function nodeHost(packages) {
     preemptions: () => process.resourceUsage().involuntaryContextSwitches,
     collect: () => globalThis.gc?.(),
     prepare: library,
-    check: () => {},
     open(model, target, extra = {}) {
       const ort = library(target);
       const options = { ...sessionOptions(target), ...extra };
