@@ -18,7 +18,7 @@ from onnx_ops.errors import UserError
 from onnx_ops.onnx_graph.model_info import read_model_info
 from onnx_ops.ports import ExportRequest
 from onnx_ops.ports.data import Dataset, Tensors
-from tests.adapters.model_runs import piped, sk
+from tests.adapters.model_runs import export, piped, reference, sk
 
 _DRAW = np.random.default_rng(0)
 COLUMNS: dict[str, Any] = {
@@ -166,6 +166,25 @@ def test_export_of_named_columns_with_matrix_of_integers_equals_source(
     model = piped(columns, sk(last, random_state=0))
     model.fit(Dataset(inputs={"visits": rows[:, :1], "even": rows[:, 1:]}).frame(), LABEL)
     check_same(SklearnExporter(), model, {"x": rows}, tmp_path)
+
+
+@pytest.mark.parametrize("opset", [12, 17, 22])
+def test_export_of_named_columns_with_matrix_input_loads_at_each_opset(
+    tmp_path: Path, opset: int
+) -> None:
+    columns = sk("compose.ColumnTransformer", [("scaled", "passthrough", ["visits"])])
+    model = piped(columns, sk("linear_model.LogisticRegression"))
+    model.fit(Dataset(inputs=NUMBERS).frame(), LABEL)
+    rows = np.hstack(list(NUMBERS.values())).astype(np.float32)
+    answers = export(
+        SklearnExporter(),
+        model,
+        {"x": rows},
+        tmp_path / "model.onnx",
+        Export(framework="sklearn", opset=opset),
+    )
+    expected = reference(SklearnExporter(), model, {"x": rows}, "float64")
+    np.testing.assert_allclose(answers["probabilities"], expected["probabilities"], atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any
 from onnx_ops.adapters.exporters.input_binding import WHERE, check_order
 from onnx_ops.adapters.exporters.signature import Precision
 from onnx_ops.errors import UserError
+from onnx_ops.onnx_graph.files import get_opset
 from onnx_ops.onnx_graph.rewrites import rename_values
 from onnx_ops.ports.data import Tensors, frame_of
 from onnx_ops.ports.export import ExportRequest
@@ -254,7 +255,7 @@ def connect_inputs(converted: Any, layout: InputLayout, samples: Tensors) -> Non
     if layout.joined:
         front = _join_columns(layout, declared, inner)
     elif layout.split:
-        front = _split_columns(layout, declared, inner)
+        front = _split_columns(layout, declared, inner, get_opset(converted))
     else:
         front = _connect_each(graph, layout, declared, inner)
     nodes = [*front, *graph.node]
@@ -337,7 +338,7 @@ def _join_columns(
 
 
 def _split_columns(
-    layout: InputLayout, declared: Mapping[str, Any], inner: Sequence[str]
+    layout: InputLayout, declared: Mapping[str, Any], inner: Sequence[str], opset: int
 ) -> list[Any]:
     """Return nodes that split the only input into the converter's columns.
 
@@ -350,8 +351,9 @@ def _split_columns(
     wanted = _get_element_types()[layout.types[0][1]]
     front: list[Any] = []
     matrix = _cast(helper, front, name, declared[name].type.tensor_type.elem_type, wanted)
-    split = helper.make_node("Split", [matrix], list(inner), axis=1, num_outputs=len(inner))
-    return [*front, split]
+    # Opset 18 introduced this attribute, and requires it for parts of equal size.
+    number: dict[str, Any] = {"num_outputs": len(inner)} if opset >= 18 else {}
+    return [*front, helper.make_node("Split", [matrix], list(inner), axis=1, **number)]
 
 
 def _connect_each(
