@@ -103,6 +103,22 @@ def test_export_of_columns_with_colliding_names_keeps_them_apart(
         fit_and_check(SklearnExporter(), by_column(*kinds), columns, tmp_path)
 
 
+@pytest.mark.parametrize("pair", [("input_0", "other"), ("a", "a_inside")])
+def test_export_of_cast_column_with_name_of_inner_value_keeps_columns_apart(
+    tmp_path: Path, pair: tuple[str, str]
+) -> None:
+    whole = np.round(FIRST * 10).astype(np.int64)
+    columns: Tensors = {pair[0]: whole, pair[1]: SECOND}
+    fit_and_check(SklearnExporter(), sk("linear_model.LogisticRegression"), columns, tmp_path)
+
+
+def test_export_of_cast_matrix_with_name_of_inner_value_keeps_predictions(tmp_path: Path) -> None:
+    rows = np.round(np.hstack([FIRST, SECOND]) * 10).astype(np.int64)
+    model = by_column(("a", "number"), ("b", "number"))
+    model.fit(Dataset(inputs={"a": rows[:, :1], "b": rows[:, 1:]}).frame(), LABEL)
+    check_same(SklearnExporter(), model, {"input_0": rows}, tmp_path)
+
+
 @pytest.mark.parametrize("name", ["label", "probabilities"])
 def test_export_column_named_like_output_raises_user_error(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match="has the name of an output") as caught:

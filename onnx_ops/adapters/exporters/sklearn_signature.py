@@ -268,7 +268,7 @@ def _rename_inside(graph: Any, names: Collection[str]) -> list[str]:
     """Rename the converter's inputs and clashing values; return the inputs in order.
 
     The converter replaces characters in the names of its inputs, and can give a value the name of a
-    column.
+    column. The new names have an ending that no column has.
 
     Raises:
         UserError: an output of the model has the name of a column.
@@ -330,10 +330,7 @@ def _join_columns(
     ((_, kind, _),) = layout.types
     wanted = _get_element_types()[kind]
     front: list[Any] = []
-    parts = [
-        _cast(helper, front, name, declared[name].type.tensor_type.elem_type, wanted)
-        for name in layout.order
-    ]
+    parts = [_cast(front, declared[name], wanted, f"{name}_{inner[0]}") for name in layout.order]
     return [*front, helper.make_node("Concat", parts, list(inner), name="join_columns", axis=1)]
 
 
@@ -350,7 +347,7 @@ def _split_columns(
     # All columns of a matrix have the same kind.
     wanted = _get_element_types()[layout.types[0][1]]
     front: list[Any] = []
-    matrix = _cast(helper, front, name, declared[name].type.tensor_type.elem_type, wanted)
+    matrix = _cast(front, declared[name], wanted, f"{name}_{inner[0]}")
     # Opset 18 introduced this attribute, and requires it for parts of equal size.
     number: dict[str, Any] = {"num_outputs": len(inner)} if opset >= 18 else {}
     return [*front, helper.make_node("Split", [matrix], list(inner), axis=1, **number)]
@@ -371,30 +368,30 @@ def _connect_each(
     renamed = {}
     for name, (_, kind, _), column in zip(layout.order, layout.types, inner, strict=True):
         tensor = declared[name].type.tensor_type
-        if tensor.elem_type != element_types[kind]:
-            renamed[column] = _cast(helper, front, name, tensor.elem_type, element_types[kind])
-        elif len(tensor.shape.dim) == 1:
-            shape = f"{name}_column_shape"
+        if tensor.elem_type == element_types[kind] and len(tensor.shape.dim) == 1:
+            shape = f"shape_{column}"
             graph.initializer.append(helper.make_tensor(shape, TensorProto.INT64, [2], [-1, 1]))
             front.append(
-                helper.make_node(
-                    "Reshape", [name, shape], [f"{name}{_INNER}"], name=f"{name}_column"
-                )
+                helper.make_node("Reshape", [name, shape], [column], name=f"{name}_column")
             )
-            renamed[column] = f"{name}{_INNER}"
         else:
-            renamed[column] = name
+            renamed[column] = _cast(front, declared[name], element_types[kind], column)
     rename_values(graph, renamed)
     return front
 
 
-def _cast(helper: Any, front: list[Any], name: str, have: int, want: int) -> str:
-    if have == want:
-        return name
-    front.append(
-        helper.make_node("Cast", [name], [f"{name}{_INNER}"], name=f"{name}_cast", to=want)
-    )
-    return f"{name}{_INNER}"
+def _cast(front: list[Any], declared: Any, wanted: int, value: str) -> str:
+    """Return the name of an input in the wanted element type.
+
+    If the input has another type, a node that casts it to `value` is added to `front`.
+    """
+    from onnx import helper
+
+    name = declared.name
+    if declared.type.tensor_type.elem_type == wanted:
+        return str(name)
+    front.append(helper.make_node("Cast", [name], [value], name=f"{name}_cast", to=wanted))
+    return value
 
 
 def _kind(array: Any) -> str:
