@@ -370,7 +370,10 @@ def test_dvc_sample_exists_only_for_file_in_checkout(
     assert first(sample.arrays) == expected(1)
     assert reads.sample(section(rev="v1"), repository.root) is None
     assert reads.sample(section(repo="https://example.com/models.git"), repository.root) is None
-    assert reads.sample(section("data/tarin.npz"), repository.root) is None
+    (repository.root / "data/train.npz").unlink()
+    assert reads.sample(section(), repository.root) is None
+    with pytest.raises(NotFoundError, match=r"DVC does not track data/tarin\.npz"):
+        reads.sample(section("data/tarin.npz"), repository.root)
 
 
 def test_dvc_sample_reads_file_without_environment_of_dvc(

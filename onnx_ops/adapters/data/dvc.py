@@ -84,6 +84,9 @@ _GIT_VARIABLES = (
 With these variables, git could use another repository.
 """
 
+_PATH_REMEDY = (
+    "Check that this revision contains the .dvc file or dvc.yaml. `path` is relative to `repo`."
+)
 _LATE_REMEDY = (
     "Check the connection to the repository and to the DVC remote. In a checkout, "
     "`dvc fetch` downloads the data into DVC's cache without this limit."
@@ -211,12 +214,24 @@ class DvcSource(DataSource):
 
         Neither the pointer nor the MD5 of the file is checked, because DVC could need the network.
         The result is None for a URL, if `rev` is set, or for a file that is not checked out.
+
+        Raises:
+            NotFoundError: the checkout has neither the file nor a file that could track it.
         """
         options = _read_options(section)
         copy = root / options.repo / options.path
-        if options.is_url or options.rev or not copy.is_file():
+        if options.is_url or options.rev:
             return None
-        return sample_arrays(copy, where=options.path)
+        if copy.is_file():
+            return sample_arrays(copy, where=options.path)
+        if not any((root / place).is_file() for place in self.list_dependencies(section)):
+            raise NotFoundError(
+                f"DVC does not track {options.path}",
+                where=options.repo,
+                why="the path, and the folders above it, have neither a .dvc file nor a dvc.lock",
+                remedy=_PATH_REMEDY,
+            )
+        return None
 
     def load(self, section: DataSection, root: Path) -> Mapping[str, Array]:
         """Read the file from DVC's cache or remote, after checking it against its MD5.
@@ -306,8 +321,7 @@ class DvcSource(DataSource):
                 f"DVC does not track {path}",
                 where=f"commit {commit[:12]}",
                 why="neither a .dvc file nor a dvc.yaml of that commit names this path",
-                remedy="Check that this revision contains the .dvc file or dvc.yaml. `path` is "
-                "relative to `repo`.",
+                remedy=_PATH_REMEDY,
             )
         pointer = codec.from_json(answers[0], DvcPointer)
         if not pointer.md5:
