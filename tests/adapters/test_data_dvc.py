@@ -375,6 +375,11 @@ def test_dvc_sample_exists_only_for_file_in_checkout(
     with pytest.raises(NotFoundError, match=r"DVC does not track data/tarin\.npz"):
         reads.sample(section("data/tarin.npz"), repository.root)
 
+    # A stage of another folder can write the file.
+    repository.write("stages/dvc.lock", b"schema: '2.0'")
+    repository.git("add", "stages/dvc.lock")
+    assert reads.sample(section("data/tarin.npz"), repository.root) is None
+
 
 def test_dvc_sample_reads_file_without_environment_of_dvc(
     repository: Repository, tmp_path: Path

@@ -84,9 +84,6 @@ _GIT_VARIABLES = (
 With these variables, git could use another repository.
 """
 
-_PATH_REMEDY = (
-    "Check that this revision contains the .dvc file or dvc.yaml. `path` is relative to `repo`."
-)
 _LATE_REMEDY = (
     "Check the connection to the repository and to the DVC remote. In a checkout, "
     "`dvc fetch` downloads the data into DVC's cache without this limit."
@@ -216,7 +213,8 @@ class DvcSource(DataSource):
         The result is None for a URL, if `rev` is set, or for a file that is not checked out.
 
         Raises:
-            NotFoundError: the checkout has neither the file nor a file that could track it.
+            NotFoundError: the checkout lacks the file, and no file of DVC in the repository can
+                track it.
         """
         options = _read_options(section)
         copy = root / options.repo / options.path
@@ -224,12 +222,17 @@ class DvcSource(DataSource):
             return None
         if copy.is_file():
             return sample_arrays(copy, where=options.path)
-        if not any((root / place).is_file() for place in self.list_dependencies(section)):
+        # A stage of any folder can write the path, and `dvc.lock` then lists it.
+        locks = _git(root / options.repo, "ls-files", "--", ":(glob)**/dvc.lock")
+        can_be_tracked = locks.returncode or locks.stdout
+        candidates = (root / place for place in self.list_dependencies(section))
+        if not (can_be_tracked or any(place.is_file() for place in candidates)):
             raise NotFoundError(
                 f"DVC does not track {options.path}",
                 where=options.repo,
-                why="the path, and the folders above it, have neither a .dvc file nor a dvc.lock",
-                remedy=_PATH_REMEDY,
+                why="the repository has no dvc.lock, and no .dvc file for the path",
+                remedy="Correct `path`, which is relative to `repo`. If it is right, run `dvc add` "
+                "for a file, or `dvc repro` for the output of a stage.",
             )
         return None
 
@@ -321,7 +324,8 @@ class DvcSource(DataSource):
                 f"DVC does not track {path}",
                 where=f"commit {commit[:12]}",
                 why="neither a .dvc file nor a dvc.yaml of that commit names this path",
-                remedy=_PATH_REMEDY,
+                remedy="Check that this revision contains the .dvc file or dvc.yaml. `path` is "
+                "relative to `repo`.",
             )
         pointer = codec.from_json(answers[0], DvcPointer)
         if not pointer.md5:

@@ -75,7 +75,13 @@ def load_keras(file: Path) -> Any:
             "or make `call` take the inputs in one dictionary.",
         ) from error
     except (ValueError, TypeError, OSError, ImportError) as error:
-        raise UserError(f"the model cannot be loaded: {error}", where=file.name) from error
+        raise UserError(
+            "Keras could not load the model",
+            where=file.name,
+            why=str(error),
+            remedy="Save it with `model.save` of this Keras, and define its custom classes in a "
+            "module of the project.",
+        ) from error
 
 
 def _import_classes(path: Path) -> None:

@@ -101,7 +101,12 @@ class TensorflowExporter(Exporter):
                 return load_keras(files[0])
             return tf.saved_model.load(str(folder))
         except (ValueError, TypeError, OSError, ImportError) as error:
-            raise UserError(f"the model cannot be loaded: {error}", where=folder.name) from error
+            raise UserError(
+                "TensorFlow could not load the model",
+                where=folder.name,
+                why=str(error),
+                remedy="Save it with `tf.saved_model.save` of this TensorFlow.",
+            ) from error
 
     def export(self, model: object, request: ExportRequest) -> None:
         """Trace the model for the inputs of the data and convert it with tf2onnx."""
