@@ -114,7 +114,7 @@ class Problem:
 
 
 class ConfigError(UserError):
-    """All problems of a configuration file, with their positions."""
+    """Problems of one or more configuration files, with their positions."""
 
     def __init__(self, problems: tuple[Problem, ...]) -> None:
         self.problems = tuple(sorted(problems))

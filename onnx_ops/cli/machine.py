@@ -94,9 +94,9 @@ def targets(as_json: AsJson = False) -> None:
 
     The list shows which targets this machine can measure. The check of a target builds a session of
     a tiny model, unless a pool or a separate environment measures the target. A pipeline uses a
-    profile by its name. A file configs/targets/NAME.yaml overrides the profile of that name. "never
-    measured" marks shipped profiles whose settings come from documentation instead of timings on
-    their hardware.
+    profile by its name. A file targets/NAME.yaml in `configs/`, or in `onnx-ops/` if an existing
+    repository has this folder, overrides the profile of that name. "never measured" marks shipped
+    profiles whose settings come from documentation instead of timings on their hardware.
 
     Example: onnx-ops targets --json
     """

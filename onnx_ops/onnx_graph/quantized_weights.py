@@ -131,8 +131,8 @@ def pair_quantized_weights(source: Path, derived: Path) -> PairedWeights:
                 stretch=weight.stretch,
             )
         )
-    # A single number without an original was computed from other numbers. The comparison of the two
-    # models without rounding checks this number.
+    # A single number without an original was computed from other numbers, so it is not reported.
+    # Only the judgement of two files checks it, by their functions without rounding.
     unpaired = {
         weight.name for weight in rounded if weight.tensor not in origins and weight.values.size > 1
     }

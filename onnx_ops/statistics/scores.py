@@ -452,8 +452,8 @@ def _compare_losses(
     sums: dict[str, Array] = {
         name: np.bincount(units, weights=loss) for name, loss in losses.items()
     }
-    # The metric divides the sum of losses by the sum of these shares. A share is the number of rows
-    # of a unit or, for an explained share, its part of the variance.
+    # The metric divides the sum of losses by the sum of these shares. A unit's share is its number
+    # of rows or, for a metric such as R², the sum of squared deviations of its labels.
     weights = np.square(label - label.mean()) if method.explained else None
     share = np.bincount(units, weights=weights).astype(float)
     if why := _explain_undefined_mean(definition, method, label, losses[CANDIDATE], share):

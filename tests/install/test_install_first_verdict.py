@@ -26,7 +26,7 @@ def write_files(folder: Path) -> None:
 
     Their names are `fp32.onnx` and `int8.onnx`.
     """
-    # torch is slow to import, and only this test needs it.
+    # torch is slow to import, so it is imported only when the test runs.
     import torch
 
     torch.manual_seed(0)
