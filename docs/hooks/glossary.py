@@ -18,7 +18,7 @@ GLOSSARY = "glossary.md"
 AMBIGUOUS = frozenset(
     [
         *("alias", "cell", "choice", "deployment", "epoch", "export", "generation", "key"),
-        *("leader", "outcome", "plan", "session", "stable", "store", "unit", "version"),
+        *("leader", "outcome", "plan", "session", "stable", "store", "unit", "version", "watch"),
     ]
 )
 """Terms that pages also use with their everyday or upstream meaning; they are not linked."""

@@ -228,7 +228,7 @@ def test_compute_worst_error_ignores_equal_nonfinite_values_and_returns_largest_
 @pytest.mark.parametrize(
     ("truth", "answer"), [(1.0, np.nan), (1.0, np.inf), (np.nan, 1.0), (np.inf, -np.inf)]
 )
-def test_compute_worst_error_of_value_that_only_one_side_has_raises_user_error(
+def test_compute_worst_error_of_unequal_nan_or_infinite_values_raises_user_error(
     truth: float, answer: float
 ) -> None:
     with pytest.raises(UserError, match="NaN or infinite"):
