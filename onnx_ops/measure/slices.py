@@ -114,7 +114,8 @@ def find_slice_problem(
             where=where,
             why="it seems to identify rows, or to be a measured number",
             remedy="Group its values (ranges, regions) in a column of the data. In a pipeline, "
-            "`use` can group them, and `group:` of the data set names an id of groups.",
+            "`use` can compute this column. If the column is an id, such as a customer's, remove "
+            "it from `by`, and name it with `group:` of the data set.",
         )
     return None
 

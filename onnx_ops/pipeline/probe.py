@@ -46,7 +46,7 @@ class ProjectProbe:
 
     def system(self, section: SystemComparison) -> Digest:
         """Return the digest of the code, the graphs and the raw inputs of a comparison."""
-        # These imports load NumPy and onnx, which planning does not need.
+        # These imports load NumPy and onnx. Only plans with a section `system` need them.
         from onnx_ops.measure.system_inputs import digest_raw_inputs
         from onnx_ops.onnx_graph.files import digest_model
 

@@ -93,7 +93,7 @@ def _make_folder(environment: Mapping[str, str]) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise InfrastructureError(
-            "the folder for the server's state cannot be created",
+            "the folder for the server's state could not be created",
             why=str(error),
             remedy="Set ONNX_OPS_STATE_DIR to a writable folder, or mount one at /tmp.",
         ) from error

@@ -22,8 +22,8 @@ Array: TypeAlias = npt.NDArray[Any]
 UNSEEN_GROUPS = 1.5
 """Number of groups of the typical size that are added to the observed ones.
 
-All rows of an added group are treated as changed together. A PASS therefore cannot result from
-groups that are missing from the sample by chance. The number was chosen by simulation
+All rows of an added group are treated as changed together. This limits how often a PASS results
+from groups that are missing from the sample by chance. The number was chosen by simulation
 (`benchmarks/truth/grouped.py`).
 """
 

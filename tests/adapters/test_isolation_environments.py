@@ -200,7 +200,7 @@ def test_python_environment_with_missing_package_raises_stage_error_with_output(
 ) -> None:
     environments = replace(environments, uv=environments.uv if installer == "uv" else None)
     wanted = Environment(requirements=("no-such-package-at-all==1",))
-    with pytest.raises(StageError, match="the environment cannot be created") as failure:
+    with pytest.raises(StageError, match="the environment could not be created") as failure:
         environments.python(wanted)
     assert "no-such-package-at-all" in failure.value.why
     assert "package index" in failure.value.remedy

@@ -108,7 +108,7 @@ def test_container_with_plain_model_serves_it(container: Container, tmp_path: Pa
             [],
             {"ONNX_OPS_STATE_DIR": "/proc/state"},
             4,
-            "the folder for the server's state cannot be created",
+            "the folder for the server's state could not be created",
         ),
     ],
 )

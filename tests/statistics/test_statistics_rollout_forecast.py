@@ -273,7 +273,8 @@ def find_level_interval(traffic: Traffic) -> tuple[float, float, float]:
 
 def test_forecast_interval_of_service_level_allows_for_uneven_traffic() -> None:
     low_s, median_s, high_s = find_level_interval(Traffic(rate=500.0, errors=0.001))
-    # Only the number of minutes limits the time, which is the same for all steady traffic.
+    # At this rate, the required number of one-minute intervals determines the duration. With steady
+    # traffic, all simulated rollouts need about the same number.
     assert low_s <= median_s < 1.1 * low_s
     assert high_s > 1.3 * low_s
 

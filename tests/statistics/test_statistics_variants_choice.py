@@ -277,7 +277,7 @@ def test_choose_by_accuracy_returns_most_accurate_variant(golden: Golden) -> Non
     better = measured("better", Verdict.PASS, standing_of(900, change=(0.02, 0.03, 0.04)))
     found = choose([EXPORT_ROW, QUICK, SMALL, better], TargetObjective(objective="accuracy"))
     assert (found.variant, found.tied) == ("better", ())
-    assert "+3 points against fp32" in found.reason
+    assert "with the best accuracy, 3% better than fp32" in found.reason
 
 
 def test_choose_by_cost_uses_time_under_load_if_measured() -> None:

@@ -254,7 +254,7 @@ def run_installer(
     )
     if done.returncode:
         raise StageError(
-            "the environment cannot be created",
+            "the environment could not be created",
             where="env.requirements",
             why=select_last_lines(done.stdout),
             remedy="Correct the requirements or the version of Python, or check that the package "

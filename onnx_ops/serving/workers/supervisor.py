@@ -420,7 +420,8 @@ class Supervisor:
             trust.bind(state)
         except OSError as error:
             raise ServiceUnavailableError(
-                "the binding of the server could not be written", why=str(error)
+                "the file with the model and target of this server could not be written",
+                why=str(error),
             ) from error
 
     async def _try_new(self, table: RoutingTable, before: EndpointState | None) -> None:

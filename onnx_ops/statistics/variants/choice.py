@@ -361,7 +361,12 @@ def _describe_accuracy(chosen: _Candidate) -> str:
     metric = standing.metric if standing else "the task metric"
     if chosen.decision.variant == EXPORT:
         return f"with the best {metric}"
-    return f"with the best {metric}, {-100 * chosen.estimate:+.2g} points against {EXPORT}"
+    # Smaller keys are better: a difference of shares or, for errors, a relative decrease.
+    gain = -100 * chosen.estimate
+    if gain == 0:
+        return f"with the best {metric}, equal to that of {EXPORT}"
+    than = "better" if gain > 0 else "worse"
+    return f"with the best {metric}, {abs(gain):.2g}% {than} than {EXPORT}"
 
 
 def _describe_cost(chosen: _Candidate, policy: TargetObjective, *, loaded: bool) -> str:

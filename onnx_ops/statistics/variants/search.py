@@ -514,7 +514,7 @@ def _find_most_exact(
         None,
         (
             "no model on the front is notably more exact than the `fast` variant, which loses "
-            f"{100 * lost:.2g} points"
+            f"{100 * lost:.2g}%"
         ),
     )
 
