@@ -95,7 +95,9 @@ def test_session_with_changed_missing_or_invalid_operator_library_raises_error(
         )
 
 
-def test_target_without_custom_operator_raises_user_error_with_node_names(model: Path) -> None:
+def test_measurement_on_target_without_custom_operator_raises_user_error_with_node_names(
+    model: Path,
+) -> None:
     said = r"target cpu lacks operators: acme\.ops::ScaledSoftsign at sign"
     with pytest.raises(UserError, match=said):
         read_runtime_facts(OnnxRuntime(), CPU, model)
@@ -109,7 +111,9 @@ def test_target_without_custom_operator_raises_user_error_with_node_names(model:
         )
 
 
-def test_target_without_custom_operator_accepts_operator_as_onnx_function(tmp_path: Path) -> None:
+def test_explain_incompatibility_of_operator_defined_as_onnx_function_is_empty(
+    tmp_path: Path,
+) -> None:
     write_softsign(tmp_path / "function.onnx", as_function=True)
     assert explain_incompatibility(tmp_path / "function.onnx", CPU) == ""
     assert find_custom_operators(read_structure(tmp_path / "function.onnx")) == {}
@@ -148,7 +152,7 @@ def test_target_digest_with_custom_operators_covers_library_but_not_its_path() -
     assert extended.digest() != changed.digest()
 
 
-def test_target_file_with_wrong_library_digest_raises_config_error(tmp_path: Path) -> None:
+def test_target_file_with_malformed_library_digest_raises_config_error(tmp_path: Path) -> None:
     write_target(tmp_path, "abc")
     with pytest.raises(ConfigError, match="digest"):
         TargetFiles(tmp_path).load("own")

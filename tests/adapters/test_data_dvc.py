@@ -226,7 +226,7 @@ def test_dvc_fingerprint_of_missing_revision_of_url_suggests_to_list_its_branche
         ("checkout", "--quiet", "--detach"),
     ],
 )
-def test_dvc_origin_after_change_of_default_branch_of_url_returns_its_commit(
+def test_dvc_origin_after_change_of_head_of_url_returns_commit_of_new_head(
     repository: Repository, reads: DvcSource, change: tuple[str, ...]
 ) -> None:
     url = repository.root.as_uri()
@@ -340,7 +340,7 @@ def test_list_dependencies_of_checked_out_data_returns_dvc_pointers(reads: DvcSo
 
 
 @pytest.mark.parametrize("repo", ["/", "/srv/shared", "..", "../../shared"])
-def test_list_dependencies_of_repository_outside_project_ends_at_its_root(
+def test_list_dependencies_of_repository_outside_project_omits_folders_without_name(
     reads: DvcSource, repo: str
 ) -> None:
     names = list(reads.list_dependencies(section(repo=repo)))
@@ -450,7 +450,7 @@ def test_load_of_tampered_dvc_folder_list_raises_digest_mismatch_error(
     assert caught.value.where == str(listed)
 
 
-def test_load_with_uncommitted_dvc_pointer_raises_digest_mismatch_error(
+def test_load_with_uncommitted_change_of_dvc_pointer_raises_digest_mismatch_error(
     repository: Repository, reads: DvcSource
 ) -> None:
     repository.add("data/train.npz", archive(5))

@@ -231,7 +231,7 @@ TABLE = (
 )
 
 
-def test_load_csv_with_columns_of_different_types_returns_arrays_of_these_types(
+def test_load_csv_with_mixed_columns_infers_types_and_returns_dates_as_strings(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "rows.csv").write_text(TABLE)
@@ -245,7 +245,9 @@ def test_load_csv_with_columns_of_different_types_returns_arrays_of_these_types(
     assert arrays["day"][0, 0] == "2024-01-02"
 
 
-def test_load_parquet_with_typed_columns_returns_type_of_each_column(tmp_path: Path) -> None:
+def test_load_parquet_with_typed_columns_returns_float32_int64_or_string_arrays(
+    tmp_path: Path,
+) -> None:
     columns = {
         "age": pa.array([40.5, None]),
         "visits": pa.array([3, 4], pa.int16()),

@@ -245,7 +245,7 @@ def test_azureml_apply_or_rollback_after_foreign_recreation_restores_traffic_and
 
 
 @pytest.mark.parametrize("fault", ["conflict", "throttle"])
-def test_azureml_apply_after_refused_traffic_update_sends_few_additional_requests(
+def test_azureml_apply_with_refused_traffic_update_sends_few_additional_requests(
     world: World, fault: Fault
 ) -> None:
     provider = AzureEndpoints(world.folder, policy=replace(POLICY, lag_s=5))
@@ -430,7 +430,7 @@ def test_azureml_apply_with_autoscaling_creates_and_removes_rules(world: World) 
     assert autoscale == {}
 
 
-def test_azureml_list_orphans_after_option_change_lists_deployment_with_former_options(
+def test_azureml_list_orphans_after_failed_deletion_lists_deployment_with_former_options(
     world: World,
 ) -> None:
     """Its machines cost money, and no endpoint state contains it."""

@@ -72,7 +72,7 @@ def test_azureml_diagnosis_of_image_checks_registry_and_pull_role(world: World) 
     assert findings["azure pull"].found == "identity serving does not exist"
 
 
-def test_azureml_diagnosis_without_sdk_reports_missing_packages(
+def test_azureml_diagnosis_without_azure_identity_package_reports_missing_packages(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hide(monkeypatch, "azure-identity")

@@ -109,7 +109,7 @@ def finished(world: World, stage: int) -> None:
 @pytest.mark.nightly
 @pytest.mark.sweep
 @pytest.mark.parametrize("stage", STAGES)
-def test_azureml_apply_with_any_failing_request_keeps_traffic_and_completes(
+def test_azureml_apply_with_any_failing_request_keeps_traffic_and_completes_when_repeated(
     world: World, stage: int, sweep: Sweep
 ) -> None:
     memory = world.folder / "scaling" / "azureml.generation"
@@ -137,7 +137,7 @@ def test_azureml_apply_with_any_failing_request_keeps_traffic_and_completes(
 @pytest.mark.nightly
 @pytest.mark.sweep
 @pytest.mark.parametrize("stage", STAGES)
-def test_azureml_apply_killed_at_any_write_keeps_traffic_and_completes(
+def test_azureml_apply_killed_at_any_write_keeps_traffic_and_completes_when_repeated(
     world: World, stage: int, sweep: Sweep
 ) -> None:
     memory = world.folder / "scaling" / "azureml.generation"

@@ -52,7 +52,7 @@ def test_azureml_apply_with_registry_deploys_model_by_registry_path(world: World
     ] == posts
 
 
-def test_azureml_apply_of_model_in_registry_uploads_nothing_and_needs_no_local_files(
+def test_azureml_apply_of_model_in_registry_succeeds_without_upload_or_local_files(
     world: World,
 ) -> None:
     """A model in the registry is read from there.

@@ -262,7 +262,7 @@ def test_azureml_rollback_of_foreign_endpoint_changes_nothing(world: World) -> N
 
 @pytest.mark.parametrize("fault", ["throttle", "error", "drop", "conflict"])
 @pytest.mark.parametrize("after", [False, True])
-def test_azureml_rollback_after_faulty_write_takes_effect(
+def test_azureml_rollback_with_faulty_write_takes_effect(
     world: World, fault: Fault, after: bool
 ) -> None:
     world.apply(1, blue=90, green=10)

@@ -270,7 +270,7 @@ def bring_to(site: SageMakerFleet, status: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("status", STATUSES)
-def test_fleet_apply_after_rollback_in_any_status_serves_stable_version(
+def test_fleet_apply_after_rollback_in_steady_or_interrupted_status_serves_stable_version(
     amazon: SageMakerFleet, status: str
 ) -> None:
     """A rollback changes nothing in the control plane while instances report."""

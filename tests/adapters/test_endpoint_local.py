@@ -125,7 +125,7 @@ def test_local_server_after_kill_restarts_with_last_table_and_port(site: Site) -
     assert site.scale() == 2.0
 
 
-def test_local_server_that_is_not_ready_in_time_leaves_no_worker(
+def test_local_server_start_beyond_time_limit_ends_its_workers(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.apply(1, blue=100)
@@ -454,7 +454,7 @@ def test_local_stop_after_supervisor_kill_ends_workers(site: Site) -> None:
     assert site.workers() == ()
 
 
-def test_local_stop_without_server_does_nothing(site: Site) -> None:
+def test_local_stop_before_first_apply_does_nothing(site: Site) -> None:
     site.provider.stop(CONFIG)
     assert not site.folder.exists()
     assert site.provider.observe(CONFIG) is None

@@ -242,7 +242,7 @@ def test_dumps_of_deployment_without_operators_omits_custom_ops(doubling: Deploy
     assert codec.loads(codec.dumps(plain), Deployment) == plain
 
 
-def test_deployment_without_its_operators_has_other_azure_name_and_is_not_equivalent(
+def test_removal_of_operators_from_deployment_changes_azure_name_and_ends_equivalence(
     doubling: Deployment,
 ) -> None:
     plain = replace(doubling, custom_ops=())
@@ -250,7 +250,7 @@ def test_deployment_without_its_operators_has_other_azure_name_and_is_not_equiva
     assert not state_of(plain, v1=100).is_equivalent(state_of(doubling, v1=100))
 
 
-def test_copy_libraries_with_invalid_or_unused_library_copies_nothing(
+def test_copy_libraries_with_changed_missing_or_unused_library_copies_nothing(
     tmp_path: Path, library: CustomOps
 ) -> None:
     model = tmp_path / "model.onnx"

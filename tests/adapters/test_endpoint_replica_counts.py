@@ -255,7 +255,7 @@ def test_metrics_read_with_complete_epoch_ignores_open_epoch(site: ReplicaSite) 
 
 
 @pytest.mark.parametrize("text", ["", "no cells", base64.b64encode(zlib.compress(b"abc")).decode()])
-def test_metrics_read_with_unreadable_cells_omits_replica_and_reports_its_name(
+def test_metrics_read_with_unreadable_open_epoch_omits_replica_and_reports_its_name(
     site: ReplicaSite, text: str
 ) -> None:
     write_open_epoch(site, "r1", encode_failed(5))

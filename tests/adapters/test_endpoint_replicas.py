@@ -514,7 +514,7 @@ class TestEmptyPlace:
         (straggler,) = site.observed().stragglers
         assert straggler.startswith("only 0 of 1 replicas have reported to ")
 
-    def test_replica_rollback_after_forget_server_does_not_wait_for_that_replica(
+    def test_forget_server_during_rollback_removes_killed_replica_from_stragglers(
         self, site: ReplicaSite
     ) -> None:
         site.start()
@@ -694,7 +694,9 @@ class TestDiagnosis:
         assert findings["objects among the tables"][1] == "table 00000001-1 is the newest"
         assert not list(site.control_folder.glob("probe/*"))
 
-    def test_diagnose_of_unusable_storage_names_failed_checks(self, site: ReplicaSite) -> None:
+    def test_diagnose_of_unusable_storage_and_missing_key_names_failed_checks(
+        self, site: ReplicaSite
+    ) -> None:
         site.write_table(TableNumber(4), b"garbage")
         site.provider.sign_with(lambda: None)
         site.reports_folder.write_text("no folder")

@@ -145,7 +145,7 @@ def wire() -> Wire:
 
 
 @given(endpoint=NAMES, cut=some.integers(min_value=0, max_value=100), guarded=some.booleans())
-def test_build_layout_of_any_state_conforms_to_service_model_and_is_recognized(
+def test_build_layout_of_any_name_and_split_conforms_to_service_model_and_is_recognized(
     wire: Wire, endpoint: str, cut: int, guarded: bool
 ) -> None:
     blue, green = fileless_deployment("v1"), fileless_deployment("v2")
@@ -197,7 +197,9 @@ def test_sagemaker_variant_fields_are_options_or_derived_or_listed_as_unsupporte
     assert [name for name in UNSUPPORTED_VARIANT_FIELDS if f"`{name}`" not in page] == []
 
 
-def test_build_layout_with_all_options_sends_every_supported_field(wire: Wire) -> None:
+def test_build_layout_with_all_variant_options_sets_every_supported_variant_field(
+    wire: Wire,
+) -> None:
     state = state_of(fileless_deployment("v1"), v1=100)
     serverless: dict[str, Json] = {"memory": "2 GiB", "strategy": "guarded"}
     sent: set[str] = set()
@@ -225,9 +227,7 @@ def test_build_layout_with_short_metric_interval_sets_publish_frequency() -> Non
 
 
 @given(first=some.integers(1, 99), second=some.integers(1, 99))
-def test_layout_has_config_with_any_weights_returns_true_unless_image_differs(
-    first: int, second: int
-) -> None:
+def test_layout_has_config_ignores_weights_but_not_image(first: int, second: int) -> None:
     options = read_sagemaker_options(SETTINGS)
 
     states = [
@@ -242,7 +242,7 @@ def test_layout_has_config_with_any_weights_returns_true_unless_image_differs(
     )
 
 
-def test_encode_variables_of_signed_deployment_fits_limits_and_is_read_only_if_complete(
+def test_encode_variables_of_signed_deployment_fits_limits_and_is_readable_only_if_complete(
     tmp_path: Path,
 ) -> None:
     plain = scaling_deployment(tmp_path / "model", name="v1", version="1", scale=2.0)

@@ -1,4 +1,4 @@
-"""Rollbacks of SageMaker endpoints from every status, and the number of requests to AWS."""
+"""Rollbacks of SageMaker endpoints that serve, are busy or failed, and the requests to AWS."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def roll_back_until_done(site: Site, config: EndpointConfig, generation: int) ->
 
 @pytest.mark.parametrize("strategy", ["ab", "guarded"])
 @pytest.mark.parametrize("status", STATUSES)
-def test_sagemaker_roll_back_from_any_status_serves_requested_version(
+def test_sagemaker_roll_back_from_serving_busy_or_failed_status_serves_requested_version(
     site: Site, strategy: str, status: str
 ) -> None:
     config = config_of(f"from-{strategy}-{status}", strategy=strategy)

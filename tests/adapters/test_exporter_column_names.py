@@ -1,4 +1,4 @@
-"""Columns of any name and rows of any numeric type.
+"""Columns of unusual names, and rows of float and integer types.
 
 The models are of scikit-learn, XGBoost and LightGBM.
 """
@@ -75,7 +75,7 @@ def fit_and_check(exporter: SklearnExporter, model: Any, columns: Tensors, folde
 @pytest.mark.parametrize(
     "name", [*NAMES[:10], *(pytest.param(name, marks=pytest.mark.nightly) for name in NAMES[10:])]
 )
-def test_export_column_with_any_name_keeps_input_name_and_predictions(
+def test_export_column_with_unusual_name_keeps_input_name_and_predictions(
     tmp_path: Path, name: str
 ) -> None:
     numbers = {name: FIRST, "other": SECOND}

@@ -270,7 +270,7 @@ def test_export_with_inputs_in_any_order_equals_source_or_raises_user_error_if_u
         np.testing.assert_allclose(array, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_export_of_example_table_in_any_column_order_equals_source(tmp_path: Path) -> None:
+def test_export_of_example_table_with_reordered_columns_equals_source(tmp_path: Path) -> None:
     example, path = importlib.import_module("examples.churn_table"), tmp_path / "model.onnx"
     columns = dict(read_arrays(ROOT / "examples" / "data" / "churn-train.csv", where="train"))
     label = columns.pop("churned")[:, 0]

@@ -68,7 +68,7 @@ class Wrapper:
 
 
 @pytest.mark.parametrize("names", [("user", "item"), ("inputs", "options")])
-def test_keras_model_with_variadic_call_gets_dictionary_for_any_names(
+def test_call_keras_of_model_with_variadic_call_passes_dictionary_even_for_parameter_names(
     names: tuple[str, ...],
 ) -> None:
     rows = dict.fromkeys(names, 1.0)

@@ -250,7 +250,7 @@ def test_convert_onnx_file_without_default_domain_adds_its_opset(tmp_path: Path)
 
 
 @pytest.mark.parametrize("asked", [{"ir_version": 11}, {"options": {"convert": True}}])
-def test_suggest_versions_of_file_without_default_domain_names_settings_that_work(
+def test_list_user_model_problems_of_file_without_default_domain_names_settings_that_work(
     tmp_path: Path, asked: dict[str, Any]
 ) -> None:
     source = write_without_default_domain(tmp_path / "mine.onnx")

@@ -169,7 +169,7 @@ def test_export_of_named_columns_with_matrix_of_integers_equals_source(
 
 
 @pytest.mark.parametrize("opset", [12, 17, 22])
-def test_export_of_named_columns_with_matrix_input_loads_at_each_opset(
+def test_export_of_named_columns_with_matrix_input_at_old_or_new_opset_equals_source(
     tmp_path: Path, opset: int
 ) -> None:
     columns = sk("compose.ColumnTransformer", [("scaled", "passthrough", ["visits"])])

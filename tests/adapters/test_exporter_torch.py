@@ -117,7 +117,7 @@ def test_torch_export_of_module_with_fixed_batch_does_not_advise_to_remove_batch
     assert "remove the axis" not in caught.value.remedy
 
 
-def test_torch_export_of_module_with_unfit_samples_advises_to_check_types(
+def test_torch_export_of_module_with_samples_of_wrong_type_advises_to_check_types(
     modules: Any, tmp_path: Path
 ) -> None:
     samples = {"image": images(4)["image"].astype(np.float64)}
