@@ -308,7 +308,9 @@ def test_sagemaker_rollback_after_rollout_serves_previous_version(
     assert site.invoke(name)[1] == 2.0
 
 
-def test_sagemaker_reconcile_after_manual_deletion_restores_endpoint(site: Site) -> None:
+def test_choose_next_action_after_manual_deletion_of_sagemaker_endpoint_restores_it(
+    site: Site,
+) -> None:
     driver = Driver(config_of("by-hand"), AT_ONCE)
     driver.toward(site.blue)
     site.client("sagemaker").delete_endpoint(EndpointName="by-hand")
