@@ -76,7 +76,7 @@ def test_forecast_with_json_returns_document(project: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("p.yaml",), "its traffic cannot be measured"),
+        (("p.yaml",), "its traffic is unknown"),
         (("nowhere", "--rate", "1/s"), "there is no endpoint of this name"),
         (("nowhere.yaml", "--rate", "1/s"), "nowhere.yaml"),
         (("p.yaml", "--rate", "0/s"), "is not a rate"),
