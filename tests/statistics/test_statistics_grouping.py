@@ -110,7 +110,7 @@ class TestDesignEffect:
     @pytest.mark.parametrize(
         ("groups", "rows", "rho"), [(50, 40, 0.5), (100, 20, 0.3), (400, 5, 0.3)]
     )
-    def test_change_interval_with_true_drop_at_limit_rarely_passes_or_fails(
+    def test_change_interval_of_grouped_rows_with_true_drop_at_limit_rarely_excludes_limit(
         self, groups: int, rows: int, rho: float
     ) -> None:
         """The promised error rate is 5.5 %.
@@ -158,7 +158,9 @@ class TestSigns:
         found = detect_grouping({}, {}, [drawn(100, 10, 0.5, 0.05, 0)], None, 0)
         assert any("neighbouring" in sign for sign in found)
 
-    def test_detect_grouping_of_weak_runs_alarms_more_if_neighbor_inputs_are_similar(self) -> None:
+    def test_detect_grouping_of_weakly_correlated_neighbors_alarms_more_if_their_inputs_are_similar(
+        self,
+    ) -> None:
         rng = np.random.default_rng(0)
         changes = [drawn(50, 10, 0.1, 0.05, seed) for seed in range(40)]
         inputs = {

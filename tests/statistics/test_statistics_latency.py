@@ -137,7 +137,9 @@ class TestHodgesLehmann:
             )
             assert rejected <= alpha < kept
 
-    def test_hodges_lehmann_of_51_values_approximates_exact_quantiles(self) -> None:
+    def test_hodges_lehmann_of_51_values_has_lower_bound_near_that_of_exact_wilcoxon_test(
+        self,
+    ) -> None:
         from scipy import stats
 
         x = np.random.default_rng(3).normal(size=51)
@@ -476,7 +478,7 @@ class TestQuantileGate:
         assert quick + slow or (found.low, found.high) == (0.0, math.inf)
 
     @pytest.mark.parametrize("q", [0.5, 0.99])
-    def test_compare_latency_quantile_of_runs_at_limit_errs_in_at_most_five_percent(
+    def test_compare_latency_quantile_with_true_quantile_at_limit_errs_in_at_most_five_percent(
         self, q: float
     ) -> None:
         from scipy import stats
@@ -587,7 +589,7 @@ class TestProbe:
         np.testing.assert_allclose(swapped, logs[:, :, order], atol=1e-12)
 
     @given(seeds, st.floats(0.2, 5))
-    def test_compute_block_logs_with_probe_keeps_ratio_of_slower_model(
+    def test_compute_block_logs_with_probe_keeps_ratio_of_slower_or_faster_model(
         self, seed: int, ratio: float
     ) -> None:
         times, probe = race(seed)
@@ -597,7 +599,7 @@ class TestProbe:
         assert after - before == pytest.approx(math.log(ratio), abs=1e-9)
 
     @given(seeds, st.floats(0.2, 5))
-    def test_compute_block_logs_with_probe_slowed_by_model_returns_same_logs(
+    def test_compute_block_logs_with_probe_slowed_or_sped_up_by_model_returns_same_logs(
         self, seed: int, factor: float
     ) -> None:
         """The model is charged for cold caches or a lower clock that it leaves behind."""

@@ -258,7 +258,7 @@ def test_ranking_metrics_with_padded_items_ignore_them() -> None:
             assert compute((definition, padded, more)) == pytest.approx(expected), (name, seed)
 
 
-def test_recall_and_reciprocal_rank_of_equal_scores_count_against_model() -> None:
+def test_recall_at_k_and_mrr_with_equal_scores_assume_worst_order() -> None:
     grades, scores = np.array([[1, 0, 0, 0]]), np.ones((1, 4))
     assert compute((define("recall_at_k", k=3), grades, scores)) == 0
     assert compute((define("mrr"), grades, scores)) == 0.25

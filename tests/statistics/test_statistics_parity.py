@@ -556,7 +556,7 @@ def test_find_first_divergence_with_other_shape_or_nan_returns_largest() -> None
         assert find_first_divergence(NAMES, SINGLE | {"b": wrong}, SINGLE, DOUBLE) == ("b", LARGEST)
 
 
-def test_find_first_divergence_skips_booleans_and_one_sided_values() -> None:
+def test_find_first_divergence_skips_booleans_and_values_that_only_one_model_has() -> None:
     flags = {"a": SINGLE["a"] > 0}
     assert find_first_divergence(["a", "e"], {"a": ~flags["a"], "e": SINGLE["a"]}, flags) is None
 

@@ -122,7 +122,7 @@ def test_make_range_inputs_of_mask_returns_real_rows() -> None:
     assert {tuple(row) for row in made.tolist()} <= {tuple(row) for row in mask.tolist()}
 
 
-def test_make_probe_groups_puts_missing_values_inside_domain_if_seen_or_declared() -> None:
+def test_make_probe_groups_puts_missing_values_inside_domain_as_declared_or_else_as_seen() -> None:
     holed = {"x": IMAGES.reshape(100, -1).copy(), "y": np.ones((100, 2), dtype=np.float32)}
     holed["x"][::7, 3] = np.nan
     group = groups_of(holed)["missing"]
@@ -136,7 +136,7 @@ def test_make_probe_groups_puts_missing_values_inside_domain_if_seen_or_declared
     assert not groups_of(holed, x=InputValues(missing=False))["missing"].inside
 
 
-def test_make_probe_groups_with_nonfinite_values_changes_one_element_per_row() -> None:
+def test_make_probe_groups_puts_one_nonfinite_value_in_each_row_of_missing_and_infinite() -> None:
     groups = groups_of(SAMPLES)
     flat: dict[str, npt.NDArray[Any]] = {
         name: groups[name].inputs["image"].reshape(32, -1) for name in ("missing", "infinite")

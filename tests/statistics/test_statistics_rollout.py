@@ -240,7 +240,7 @@ def test_compute_mismatch_evidence_of_wrong_split_exceeds_limit() -> None:
         (guardrails.is_refusing, (0, 10_000), (0, 10_000), False),
     ],
 )
-def test_failure_and_refusal_guardrails_fire_at_limits_unless_stable_version_fails_too(
+def test_failure_and_refusal_guardrails_fire_at_limits_if_rate_is_five_times_that_of_stable(
     exceeds: Callable[..., bool], canary: tuple[int, int], stable: tuple[int, int], expected: bool
 ) -> None:
     assert exceeds(canary, stable) is expected
@@ -387,7 +387,7 @@ def test_estimate_dispersion_of_bunched_events_exceeds_that_of_steady_rates() ->
     assert float(design_effect.estimate_dispersion([(0, 5, 0, 50)])) == 1
 
 
-def test_compute_mismatch_evidence_of_right_split_with_heavy_user_is_small() -> None:
+def test_compute_mismatch_evidence_with_split_effect_of_heavy_user_is_small() -> None:
     candidate, stable = in_blocks([400, *[1] * 60], [0] * 61), in_blocks([0, *[9] * 60], [0] * 61)
     effect = design_effect.compute_split_effect([candidate, stable])
     assert float(guardrails.compute_mismatch_evidence(460, 1000, 10)) > guardrails.MISMATCH_LIMIT

@@ -241,7 +241,7 @@ def test_guardrail_with_hold_pauses_until_operator_advances_or_other_guardrail_a
     acts(due(seen(*[slow] * 20), policy), ActionKind.ABORT, "latency_p", "-> ROLL BACK")
 
 
-def test_latency_guardrail_of_any_quantile_uses_its_threshold() -> None:
+def test_latency_guardrails_of_p90_and_p95_use_counts_over_their_thresholds() -> None:
     policy = replace(
         CANARY, guardrails=(Guardrail(name="latency_p90"), Guardrail(name="latency_p95"))
     )
@@ -312,7 +312,7 @@ def test_gross_failure_without_stable_traffic_aborts() -> None:
     acts(due(seen(alone)), ActionKind.ABORT, "gross failure: 40 of the candidate's 40")
 
 
-def test_rollout_without_comparable_requests_does_not_advance() -> None:
+def test_rollout_without_comparable_requests_waits_or_pauses() -> None:
     blind = ObservationInterval(
         step=0, canary=counted(400, over_p50=None), stable=counted(3600, over_p50=None)
     )

@@ -178,7 +178,7 @@ def test_metric_gate_with_limit_of_wrong_kind_is_inconclusive() -> None:
         assert result.verdict is Verdict.INCONCLUSIVE
 
 
-def test_metric_gate_without_labels_is_inconclusive_and_of_first_release_has_no_result() -> None:
+def test_cosine_gate_without_score_is_inconclusive_and_of_first_export_has_no_result() -> None:
     gate = MetricGate(name="cosine", min=0.9)
     assert judged(gate, evidence(variant="fp32", baseline="")) == []
     assert judge([gate], evidence(variant="fp32", baseline="")).verdict is Verdict.INCONCLUSIVE
@@ -189,7 +189,7 @@ def test_metric_gate_without_labels_is_inconclusive_and_of_first_release_has_no_
     assert (result.verdict, result.reason) == (Verdict.INCONCLUSIVE, "too few")
 
 
-def test_metric_gate_with_heavy_rows_names_them_and_passes_no_absolute_limit() -> None:
+def test_metric_gate_with_few_effective_rows_names_heavy_rows_and_passes_no_maximum() -> None:
     few = entry("rmse", "", candidate=interval(1.0), effective=4.2, heavy=(17, 93), n=200)
     (found,) = judged(MetricGate(name="rmse", max=1.5), evidence(few))
     assert found.verdict is Verdict.INCONCLUSIVE

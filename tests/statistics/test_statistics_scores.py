@@ -175,7 +175,7 @@ def test_score_with_more_wrong_rows_never_improves_verdict(
 
 @pytest.mark.parametrize(("definition", "draw"), [*WORLDS[2:]], ids=ids[2:])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_score_with_nonfinite_answer_returns_no_interval(
+def test_score_with_nonfinite_answer_returns_no_interval_that_depends_on_it(
     definition: MetricDefinition, draw: World, bad: float
 ) -> None:
     label, base, candidate = draw(100, np.random.default_rng(0))

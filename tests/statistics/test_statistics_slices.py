@@ -90,7 +90,7 @@ def test_harm_p_value_of_slice_at_limit_keeps_level(n: int, limit: float, won: f
     assert rate <= 1.02 * level
 
 
-def test_harm_p_value_of_many_rows_is_that_of_score() -> None:
+def test_harm_p_value_of_many_rows_is_one_minus_change_p_value() -> None:
     many = counts(200_000, 9_000, 4_000)
     assert compute_harm_p_value(many, -0.02) == pytest.approx(1 - change_p_value(many, -0.02))
 

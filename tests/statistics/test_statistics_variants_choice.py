@@ -311,7 +311,7 @@ def test_choose_by_accuracy_without_measurement_reports_it() -> None:
     assert "; not compared with b, and " in found.reason
 
 
-def test_choose_by_size_of_equal_variants_returns_first_as_small_as_other() -> None:
+def test_choose_by_size_of_equally_small_variants_returns_first_and_lists_other_as_tied() -> None:
     standing = standing_of(1000, (0.5, 0.5, 0.5), (0.0, 0.0, 0.0))
     found = choose(
         [measured(name, Verdict.PASS, standing) for name in ("a", "b")],

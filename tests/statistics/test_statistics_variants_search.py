@@ -299,7 +299,9 @@ def test_compute_pareto_front_keeps_budget_and_has_no_dominated_trial(landscape:
 
 
 @given(landscapes)
-def test_search_of_repaired_recipe_keeps_no_needless_exclusion(landscape: Landscape) -> None:
+def test_search_of_repaired_recipe_finds_trial_that_needs_each_of_its_exclusions(
+    landscape: Landscape,
+) -> None:
     """Losses add up: if any of the excluded nodes ran in int8, the budget would be exceeded."""
     known, _ = searched(landscape)
     for recipe in known.recipes:
