@@ -13,7 +13,7 @@ from onnx_ops.measure.paired_rows import digest_rows
 from onnx_ops.ports import Dataset
 
 
-def test_put_dataset_with_texts_of_any_length_keeps_them(tmp_path: Path) -> None:
+def test_put_dataset_with_texts_of_different_lengths_keeps_them(tmp_path: Path) -> None:
     texts = np.array([["a"], [""], ["Köln ∑ 🚀"], ["x" * 60_000]], dtype=object)
     dataset = Dataset(
         inputs={"text": texts, "n": np.arange(4)[:, None]}, label=np.array([0, 1, 0, 1])

@@ -94,7 +94,9 @@ class RejectingExporter(TorchExporter):
         return super().reference(model, inputs, precision)
 
 
-def test_export_stage_with_unproven_free_axis_raises_user_error(tmp_path: Path) -> None:
+def test_export_stage_with_free_axis_whose_other_sizes_source_rejects_raises_user_error(
+    tmp_path: Path,
+) -> None:
     from tests.support.recurrent_modules import Recurrent, sequences
 
     exporter, module = RejectingExporter(), Recurrent("GRU")

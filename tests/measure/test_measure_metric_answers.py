@@ -158,7 +158,7 @@ def test_read_probabilities_of_scores_returns_one_column_per_class(
         ({"decode": "project:describe"}, "Return one number per row"),
     ],
 )
-def test_read_prediction_of_unfit_outputs_names_key_that_helps(
+def test_read_prediction_of_unfit_outputs_raises_user_error_with_remedy(
     options: dict[str, Any], remedy: str
 ) -> None:
     definition = MetricDefinition(name="mae", **options)
@@ -273,7 +273,7 @@ BAD_LABELS: dict[str, tuple[MetricDefinition, Any, str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_LABELS)
-def test_prepare_label_of_wrong_form_raises_user_error(name: str) -> None:
+def test_prepare_label_of_label_that_does_not_fit_metric_raises_user_error(name: str) -> None:
     definition, label, text = BAD_LABELS[name]
     with pytest.raises(UserError, match=text):
         prepare_label(definition, label)
@@ -298,7 +298,7 @@ DECODED: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", DECODED)
-def test_decode_outputs_of_wrong_result_raises_user_error(name: str) -> None:
+def test_decode_outputs_of_failing_function_or_wrong_result_raises_user_error(name: str) -> None:
     function, text = DECODED[name]
     definition = define("wer", decode="project:decode")
     with pytest.raises(UserError, match=text):
@@ -361,7 +361,7 @@ class TestPerRow:
             (lambda answers, label: 1 / 0, "ZeroDivisionError"),
         ],
     )
-    def test_score_of_function_per_row_with_wrong_result_reports_failure(
+    def test_score_of_function_per_row_that_raises_or_returns_wrong_values_reports_failure(
         self, function: Any, text: str
     ) -> None:
         (entry,) = score(self.ROW, self.LABEL, {CANDIDATE: self.ANSWERS}, seed=0, function=function)

@@ -60,7 +60,7 @@ def test_compare_rows_of_rmse_matches_direct_score(store: ContentStore) -> None:
     )
 
 
-def test_compare_rows_of_named_output_reports_full_label(store: ContentStore) -> None:
+def test_compare_rows_of_metrics_of_named_outputs_names_outputs(store: ContentStore) -> None:
     definitions = [MetricDefinition(name="mae", output=output) for output in ("price", "cost")]
     arrays = digest_rows(ROWS)
     for definition in definitions:

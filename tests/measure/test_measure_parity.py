@@ -412,7 +412,7 @@ def test_find_hardware_divergence_names_only_node_computed_differently(model: Pa
         assert found.node == (culprit.name or culprit.output[0]), (weight, found)
 
 
-def test_exchange_features_of_digits_leaves_features_that_are_always_0() -> None:
+def test_exchange_features_of_digits_chooses_no_feature_that_is_always_0() -> None:
     from sklearn.datasets import load_digits
 
     model = parse_graph("(float[batch,64] x) => (float[batch,64] y) { y = Relu(x) }")

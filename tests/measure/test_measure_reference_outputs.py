@@ -569,7 +569,7 @@ def test_check_compatibility_of_too_new_opset_raises_user_error_with_remedy(tmp_
     check_compatibility(path, replace(TARGET, max_opset=18, max_ir_version=9), "benchmark/fp32@cpu")
 
 
-def test_check_compatibility_of_unsupported_block_raises_user_error_with_remedy(
+def test_check_compatibility_of_unsupported_block_size_raises_user_error_with_remedy(
     tmp_path: Path,
 ) -> None:
     text = (

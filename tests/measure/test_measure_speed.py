@@ -167,7 +167,7 @@ def test_measure_speed_without_peak_memory_omits_it(models: dict[str, Path]) -> 
 @pytest.mark.parametrize(
     ("unit_ns", "concurrency"), [(1.0, 1), (1e3, 256), (5e3, 4), (1e6, 4), (5e8, 16)]
 )
-def test_measure_throughput_at_any_speed_keeps_window_limits(
+def test_measure_throughput_of_fast_and_slow_models_keeps_window_limits(
     unit_ns: float, concurrency: int
 ) -> None:
     runtime = Scripted({MODEL: 1.0}, unit_ns=unit_ns)

@@ -190,7 +190,7 @@ def test_find_label_problem_of_keypoints_requires_as_many_sigmas_and_answered_ke
     assert "2 keypoints, but the label has 5" in find_label_problem(own, as_dataset(label), fewer)
 
 
-def test_read_prediction_of_masks_in_any_form_returns_classes() -> None:
+def test_read_prediction_of_masks_as_scores_or_classes_returns_classes() -> None:
     label = np.random.default_rng(0).integers(0, 2, (4, 5, 6))
     scores = np.stack([1 - label, label], axis=1).astype(np.float32)
     for output in (scores, label, label[:, None], label.astype(np.float32), label.astype(bool)):
