@@ -68,7 +68,7 @@ class TestNumbers:
     ) -> None:
         assert number_groups(array) is None
 
-    def test_find_group_columns_returns_columns_of_small_groups(self) -> None:
+    def test_find_group_columns_returns_columns_of_many_values_that_repeat(self) -> None:
         arrays = {
             "patient": np.arange(60) // 4,
             "row": np.arange(60),

@@ -102,7 +102,7 @@ class TestFloats:
         assert found.noise == pytest.approx(noise, rel=1e-3)
         assert found.ratio <= LIMIT
 
-    def test_measure_output_of_other_shape_reports_mismatch_and_without_rows_does_not(
+    def test_measure_output_of_other_shape_reports_mismatch_and_of_zero_rows_matches(
         self,
     ) -> None:
         y = np.ones((4, 3))
@@ -699,7 +699,7 @@ def test_measure_batch_invariance_of_output_without_rows_or_counterpart_returns_
     assert measure_batch_invariance({"y": SCORES}, singles(other=SCORES)) == ()
 
 
-def test_measure_noise_returns_float32_error_of_floats_and_nothing_without_float64() -> None:
+def test_measure_noise_requires_float64_answers_and_returns_float32_error_of_floats() -> None:
     double = SCORES.astype(np.float64) + 1e-4
     assert measure_noise({"y": SCORES}, {"y": double})["y"] == pytest.approx(1e-4)
     assert measure_noise({"y": SCORES}, None) == {}
