@@ -47,7 +47,7 @@ def test_describe_far_answers_returns_distance_only_if_answers_are_far(
     assert bool(said) == bool(distance)
 
 
-def test_describe_far_answers_without_output_of_source_returns_its_name(tmp_path: Path) -> None:
+def test_describe_far_answers_of_variant_that_lacks_output_returns_its_name(tmp_path: Path) -> None:
     weights = _DRAW.normal(size=(8, 4)).astype(np.float32)
     source = write(tmp_path / "a.onnx", _PLAIN, weights)
     variant = write(tmp_path / "b.onnx", _PLAIN.replace("y", "other"), weights)
