@@ -80,7 +80,9 @@ def test_require_no_orphans_with_endpoint_that_serves_nothing_passes(scene: Scen
     require_no_orphans(scene.context, here().pipeline, [here()])
 
 
-def test_bind_endpoint_rejects_change_of_immutable_options_only(scene: Scene) -> None:
+def test_bind_endpoint_rejects_change_of_immutable_option_and_accepts_mutable_one(
+    scene: Scene,
+) -> None:
     with pytest.raises(UserError, match="auth"):
         bind_endpoint(scene.context, here(auth="token"), AT_ONCE, abandon="never mind")
     with pytest.raises(UserError, match="auth"):
@@ -91,7 +93,7 @@ def test_bind_endpoint_rejects_change_of_immutable_options_only(scene: Scene) ->
     assert bind_endpoint(scene.context, here(instance_count=2), AT_ONCE)
 
 
-def test_abandon_endpoint_during_another_change_is_refused(scene: Scene) -> None:
+def test_bind_endpoint_with_abandon_reason_during_another_change_is_refused(scene: Scene) -> None:
     refused_while_at_work(
         scene, lambda context: bind_endpoint(context, here(region="b"), AT_ONCE, abandon="it moves")
     )

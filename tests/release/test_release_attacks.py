@@ -592,7 +592,7 @@ def test_real_server_under_attack_loads_only_approved_files(
         site.local.stop(site.config)
 
 
-def test_ledger_entry_without_signed_decision_is_refused_and_moves_no_traffic() -> None:
+def test_ledger_entry_without_signed_decision_is_refused_and_keeps_traffic() -> None:
     """The process refuses the entry before the server does.
 
     Not every provider has a server that verifies decisions.

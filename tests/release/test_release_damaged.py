@@ -129,7 +129,7 @@ def test_read_statuses_with_one_damaged_ledger_returns_other_endpoints(site: Sit
     assert isinstance(untold["faces"], CorruptStateError)
 
 
-def test_watch_with_one_damaged_ledger_reconciles_other_endpoints(site: Site) -> None:
+def test_watch_loop_with_one_damaged_ledger_reconciles_other_endpoints(site: Site) -> None:
     site.serve("a")
     site.scene.promote(site.scene.publish("b"))
     site.break_entry("faces", 1)
@@ -288,7 +288,7 @@ def test_find_corruption_returns_error_for_damaged_ledger_only(site: Site) -> No
     assert find_corruption(site.context, "faces") is None
 
 
-def test_notification_loop_reports_damage_again_after_repair(site: Site) -> None:
+def test_notification_loop_with_damage_before_and_after_repair_reports_both(site: Site) -> None:
     site.scene.world.notifiers["chat"] = FakeNotifier()
     reports: list[DeliveryResult] = []
     loop = NotificationLoop(

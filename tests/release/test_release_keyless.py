@@ -81,7 +81,7 @@ def test_abort_and_pause_without_key_stop_rollout(trial: Site) -> None:
         (lambda c: roll_back(c, ENDPOINT, to="3"), "does more than return traffic"),
     ],
 )
-def test_signed_operation_without_key_raises_missing_key_error_and_writes_nothing(
+def test_signed_operation_without_key_raises_missing_key_error_and_keeps_ledger(
     trial: Site, grant: Callable[[Context], object], what: str
 ) -> None:
     before = dict(trial.objects.data)
@@ -99,7 +99,7 @@ def test_withdraw_request_without_key_is_refused(site: Site) -> None:
         withdraw_request(site.keyless, ENDPOINT, reason="no")
 
 
-def test_reconcile_without_key_restores_endpoint_but_starts_nothing(site: Site) -> None:
+def test_reconcile_without_key_refuses_new_rollout_and_restores_endpoint(site: Site) -> None:
     site.scene.promote(site.scene.publish("c"))
     with pytest.raises(MissingKeyError, match="begins finish"):
         reconcile_until_stable(site.keyless, ENDPOINT)

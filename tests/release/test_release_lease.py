@@ -130,7 +130,7 @@ def test_lease_renewal_with_transient_ledger_errors_completes_update(scene: Scen
     assert scene.traffic() == {"v2": 100, "v1": 0}
 
 
-def test_lease_renewal_without_open_intent_has_no_effect() -> None:
+def test_lease_renewal_without_open_intent_is_ignored() -> None:
     scene = serving("a")
     journal = Journal.open(scene.context, "digits")
     assert not renew_lease(journal, journal.state.generation)

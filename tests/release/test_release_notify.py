@@ -81,7 +81,7 @@ def test_send_pending_after_rollback_notifies_once_and_records_it() -> None:
     )
 
 
-def test_send_pending_without_notifier_writes_nothing() -> None:
+def test_send_pending_without_notifier_keeps_ledger() -> None:
     scene = on_trial()
     head = scene.state().head
     assert send_pending(scene.context, "digits") == ()

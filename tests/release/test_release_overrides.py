@@ -106,7 +106,7 @@ def test_promote_with_override_signed_by_server_records_one_override() -> None:
     assert len(overrides(scene)) == 1
 
 
-def test_promote_with_override_refused_by_server_records_nothing() -> None:
+def test_promote_with_override_refused_by_server_records_no_override() -> None:
     scene = behind_a_server(refusing=True)
     with pytest.raises(RefusedError, match="permits only alice to override"):
         scene.promote("2", override=True, reason="sure")

@@ -161,7 +161,7 @@ def test_run_after_manual_override_moves_no_traffic(scene: Scene) -> None:
 
 
 @pytest.mark.parametrize("always", [False, True])
-def test_run_during_trial_of_same_release_keeps_candidate(always: bool) -> None:
+def test_run_during_rollout_of_same_release_keeps_candidate(always: bool) -> None:
     scene = Scene()
     scene.bind(policy=CANARY)
     run(scene, scene.publish("a"))
@@ -174,7 +174,7 @@ def test_run_during_trial_of_same_release_keeps_candidate(always: bool) -> None:
     assert len(scene.world.provider.applied) == applied
 
 
-def test_run_of_older_release_during_trial_keeps_candidate() -> None:
+def test_run_of_older_release_during_rollout_keeps_candidate() -> None:
     scene = Scene()
     scene.bind(policy=CANARY)
     run(scene, scene.publish("a"))
@@ -188,7 +188,7 @@ def test_run_of_older_release_during_trial_keeps_candidate() -> None:
     assert run(scene, "1").did != "left"
 
 
-def test_run_after_failed_start_is_continued(scene: Scene) -> None:
+def test_repeated_run_after_endpoint_outage_serves_its_release(scene: Scene) -> None:
     version = scene.publish("c")
     scene.world.provider.down = True
     with pytest.raises(OnnxOpsError):
@@ -224,7 +224,7 @@ def test_run_after_endpoint_deletion_serves_older_release(scene: Scene) -> None:
     assert scene.traffic()["v1"] == 100
 
 
-def test_run_of_older_release_requested_by_alias_is_not_skipped(scene: Scene) -> None:
+def test_run_of_older_release_requested_by_alias_serves_it(scene: Scene) -> None:
     scene.set_alias(CHALLENGER, "1")
     assert run(scene, "1").did == "challenger"
     assert scene.traffic()["v1"] == 100

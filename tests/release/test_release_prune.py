@@ -46,7 +46,9 @@ def scene() -> Scene:
     return scene
 
 
-def test_plan_pruning_keeps_served_newest_and_young_versions(scene: Scene, golden: Golden) -> None:
+def test_plan_pruning_keeps_serving_previous_newest_and_young_versions(
+    scene: Scene, golden: Golden
+) -> None:
     found = plan(scene)
     assert versions(found) == ["1", "4"]
     golden(
@@ -94,7 +96,9 @@ def test_prune_with_needed_folder_in_plan_keeps_folder(scene: Scene) -> None:
     assert scene.world.files.location(needed) is not None
 
 
-def test_plan_pruning_with_silent_endpoint_keeps_all_served_versions(scene: Scene) -> None:
+def test_plan_pruning_with_silent_endpoint_keeps_all_versions_that_it_ever_served(
+    scene: Scene,
+) -> None:
     scene.world.provider.down = True
     assert versions(plan(scene)) == ["4"]
 

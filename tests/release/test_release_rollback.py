@@ -206,7 +206,7 @@ def trial(scene: Scene) -> Scene:
     return scene
 
 
-def test_roll_back_during_trial_removes_candidate(trial: Scene) -> None:
+def test_roll_back_during_rollout_removes_candidate(trial: Scene) -> None:
     rolled = trial.roll_back()
     assert (rolled.moved_from, rolled.moved_to) == ("v4", "v3")
     assert trial.traffic() == {"v3": 100, "v4": 0}
@@ -217,7 +217,7 @@ def test_roll_back_during_trial_removes_candidate(trial: Scene) -> None:
         trial.promote("4")
 
 
-def test_roll_back_after_aborted_trial_can_reach_named_version(trial: Scene) -> None:
+def test_roll_back_after_aborted_rollout_can_reach_named_version(trial: Scene) -> None:
     trial.roll_back()
     trial.reconcile()
     assert trial.roll_back().already
@@ -245,7 +245,9 @@ def test_roll_back_without_registry_moves_traffic_and_keeps_aliases_pending(scen
     assert scene.traffic()["v2"] == 100
 
 
-def test_reconcile_after_registry_deletion_of_version_succeeds(scene: Scene) -> None:
+def test_rollback_to_version_deleted_in_registry_moves_traffic_and_keeps_champion_alias(
+    scene: Scene,
+) -> None:
     scene.world.registry.vanish(MODEL, "2")
     scene.roll_back()
     scene.reconcile()
@@ -474,7 +476,7 @@ def test_roll_back_with_policy_change_before_outcome_succeeds(
     assert effects(scene.world.ledger.read("digits"))[-2:] == ["rollback", "clean-up"]
 
 
-def test_roll_back_after_ledger_conflict_decides_again(scene: Scene) -> None:
+def test_roll_back_after_ledger_conflict_succeeds(scene: Scene) -> None:
     other, head = scene.world.context("another process"), scene.state().head
 
     def change_policy(moment: int) -> None:
@@ -521,7 +523,7 @@ def test_champion_alias_moves_after_all_endpoints_serve_version(pair: Scene) -> 
     assert all(not pair.state(name).pending_aliases for name in PAIR)
 
 
-def test_rollback_of_one_endpoint_pins_that_endpoint_to_its_version(pair: Scene) -> None:
+def test_rollback_of_one_endpoint_pins_it_to_previous_version(pair: Scene) -> None:
     pair.roll_back(PAIR[1])
     pair.reconcile_all()
     assert pair.traffic(PAIR[0])["v2"] == 100
@@ -567,7 +569,7 @@ def trials(pair: Scene) -> Scene:
 
 
 @pytest.mark.parametrize("take_back", [Scene.abort, Scene.roll_back])
-def test_trial_ended_on_one_endpoint_continues_on_other(
+def test_rollout_aborted_on_one_endpoint_continues_on_other(
     trials: Scene, take_back: Callable[[Scene, str], object]
 ) -> None:
     trials.reconcile_all()
@@ -584,7 +586,7 @@ def test_trial_ended_on_one_endpoint_continues_on_other(
     assert trials.aliases()[CHAMPION] == "2"
 
 
-def test_rollback_during_open_intent_keeps_trial_of_other_endpoint(trials: Scene) -> None:
+def test_rollback_during_open_intent_keeps_rollout_of_other_endpoint(trials: Scene) -> None:
     trials.reconcile(PAIR[0])
     interrupted(trials, lambda: reconcile_until_stable(trials.context, PAIR[1]), reaches=True)
     trials.roll_back(PAIR[1])
@@ -681,7 +683,9 @@ def test_reconcile_with_missing_package_is_not_retried(scene: Scene) -> None:
     assert len(tries) == 2 * once
 
 
-def test_champion_moved_by_hand_beside_challenger_does_not_alternate(pair: Scene) -> None:
+def test_reconcile_of_champion_and_challenger_set_by_user_serves_each_version_once(
+    pair: Scene,
+) -> None:
     pair.publish("c")
     pair.publish("d")
     pair.set_alias(CHAMPION, "3")

@@ -90,7 +90,7 @@ def test_reconcile_during_rollout_confirms_it() -> None:
     assert scene.world.provider.confirmed == ["digits"]
 
 
-def test_reconcile_without_candidate_confirms_nothing() -> None:
+def test_reconcile_of_stable_endpoint_confirms_no_rollout() -> None:
     scene = serving("a")
     scene.reconcile()
     assert scene.world.provider.confirmed == []
@@ -205,7 +205,7 @@ def test_removal_of_challenger_alias_aborts_without_rejection(trial: Scene) -> N
     assert trial.traffic()["v2"] == 10
 
 
-def test_new_challenger_during_trial_replaces_candidate(trial: Scene) -> None:
+def test_new_challenger_during_rollout_replaces_candidate(trial: Scene) -> None:
     trial.promote(trial.publish("c"))
     assert [report.did for report in trial.reconcile()][:2] == ["abort", "start"]
     assert trial.traffic() == {"v3": 10, "v1": 90}
@@ -311,7 +311,7 @@ def test_promote_after_change_of_target_names_run_and_override_commands(scene: S
     assert scene.traffic() == {f"v{version}": 100}
 
 
-def test_candidate_that_loses_approval_during_trial_is_aborted(trial: Scene) -> None:
+def test_rollout_of_candidate_that_loses_approval_is_aborted(trial: Scene) -> None:
     trial.forge("2", decisions={})
     reports = trial.reconcile()
     assert [report.did for report in reports][1:] == ["abort", "clean-up", ""]
@@ -355,7 +355,7 @@ def fold_of(scene: Scene) -> dict[str, str | None]:
     return dict(scene.state(f"{MODEL}@{TARGET}").aliases)
 
 
-def test_interrupted_champion_alias_is_recorded_by_next_promote() -> None:
+def test_promote_of_champion_missing_from_ledger_records_its_alias_once() -> None:
     scene = Scene()
     scene.set_alias(CHAMPION, scene.publish("a"))
     scene.promote("1")
@@ -457,7 +457,9 @@ def test_reconcile_with_options_that_provider_cannot_apply_reports_error_and_tri
     assert [report.did for report in scene.reconcile()] == ["reconfigure", ""]
 
 
-def test_bind_endpoint_returns_true_only_for_changed_configuration(scene: Scene) -> None:
+def test_bind_endpoint_with_changed_policy_returns_true_and_with_same_policy_false(
+    scene: Scene,
+) -> None:
     assert bind_endpoint(scene.context, config_of("digits"), CANARY)
     assert not bind_endpoint(scene.context, config_of("digits"), CANARY)
 
@@ -496,7 +498,7 @@ def test_reconcile_without_registry_restores_endpoint_and_reports_outage(trial: 
 @pytest.mark.parametrize(
     "error", [StorageError("the disk is full"), ServiceUnavailableError("silence")], ids=str
 )
-def test_reconcile_with_failing_download_takes_failing_candidate_back(
+def test_reconcile_with_failing_download_of_next_version_rolls_back_failing_candidate(
     monkeypatch: pytest.MonkeyPatch, error: OnnxOpsError
 ) -> None:
     def fail(*_: object) -> NoReturn:

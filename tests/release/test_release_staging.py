@@ -87,7 +87,7 @@ def test_dependent_endpoint_waits_for_predecessors_and_soak_time(
     assert CHALLENGER not in scene.aliases()
 
 
-def test_soak_time_is_counted_after_previous_version_is_retired(scene: Scene) -> None:
+def test_soak_time_continues_after_retirement_of_previous_version(scene: Scene) -> None:
     bind_endpoint(
         scene.context,
         config_of("region"),

@@ -67,7 +67,7 @@ def test_measure_traffic_without_new_reading_raises_service_unavailable_error() 
         measure_traffic(serving("a").context, "digits", 20.0, sleep=lambda _: None)
 
 
-def test_measure_traffic_without_metrics_raises_service_unavailable_error() -> None:
+def test_measure_traffic_with_unreachable_metrics_source_raises_service_unavailable_error() -> None:
     scene = serving("a")
     scene.world.provider.counted.down = True
     with pytest.raises(ServiceUnavailableError, match="does not answer"):

@@ -87,7 +87,7 @@ def fleet(count: int) -> Scene:
 
 
 @pytest.mark.parametrize("count", [1, 7])
-def test_watch_pass_without_changes_sends_one_registry_request(count: int) -> None:
+def test_watch_loop_pass_without_changes_sends_one_registry_request(count: int) -> None:
     watch = Watch(fleet(count))
     assert watch.look() == ["all_aliases"]
     assert watch.kinds() == [WatchEventKind.WAITING] * count
@@ -98,7 +98,7 @@ def test_watch_pass_without_changes_sends_one_registry_request(count: int) -> No
 @pytest.mark.parametrize(
     ("scene", "weights"), [(lost, {"v2": 90, "v3": 10}), (past_its_time, {"v2": 100})]
 )
-def test_watch_pass_without_alias_change_restores_and_cleans_up(
+def test_watch_loop_pass_without_alias_change_restores_and_cleans_up(
     scene: Any, weights: Mapping[str, int]
 ) -> None:
     watch = Watch(scene())
@@ -107,7 +107,7 @@ def test_watch_pass_without_alias_change_restores_and_cleans_up(
     assert WatchEventKind.STEP in watch.kinds()
 
 
-def test_watch_without_registry_restores_lost_endpoint() -> None:
+def test_watch_loop_without_registry_restores_lost_endpoint() -> None:
     watch = Watch(serving("a", "b"))
     watch.look()
     watch.scene.world.registry.down = True
@@ -116,7 +116,7 @@ def test_watch_without_registry_restores_lost_endpoint() -> None:
     assert watch.scene.traffic() == {"v2": 100, "v1": 0}
 
 
-def test_watch_during_registry_outage_backs_off_and_reports_once() -> None:
+def test_watch_loop_during_registry_outage_backs_off_and_reports_once() -> None:
     watch = Watch(serving("a"))
     watch.scene.world.registry.down = True
     asked = [len(watch.look()) for _ in range(30)]
@@ -130,7 +130,7 @@ def test_watch_during_registry_outage_backs_off_and_reports_once() -> None:
     assert watch.look() == ["all_aliases"]
 
 
-def test_watch_with_unapproved_alias_restores_it_and_reports_reason(golden: Golden) -> None:
+def test_watch_loop_with_unapproved_alias_restores_it_and_reports_reason(golden: Golden) -> None:
     scene = misled(CHAMPION)
     watch = Watch(scene)
     watch.look()
@@ -141,7 +141,7 @@ def test_watch_with_unapproved_alias_restores_it_and_reports_reason(golden: Gold
     assert scene.traffic() == {"v1": 100}
 
 
-def test_watch_with_failing_endpoint_reconciles_others() -> None:
+def test_watch_loop_with_failing_endpoint_reconciles_others() -> None:
     scene = fleet(2)
     watch = Watch(scene)
     scene.promote(scene.publish("b"))
@@ -162,7 +162,7 @@ def test_watch_with_failing_endpoint_reconciles_others() -> None:
     ]
 
 
-def test_watch_without_ledger_access_reports_once_and_recovers(
+def test_watch_loop_without_ledger_access_reports_once_and_recovers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     watch = Watch(serving("a"))
@@ -179,7 +179,7 @@ def test_watch_without_ledger_access_reports_once_and_recovers(
     assert watch.kinds() == [WatchEventKind.WAITING]
 
 
-def test_watch_with_vetoed_alias_restores_lost_endpoint(
+def test_watch_loop_with_vetoed_alias_restores_lost_endpoint(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scene = with_candidate(serving("a"))
@@ -202,7 +202,7 @@ def test_watch_with_vetoed_alias_restores_lost_endpoint(
     assert scene.aliases()[CHAMPION] == "2"
 
 
-def test_watch_of_unreachable_endpoint_limits_ledger_entries() -> None:
+def test_watch_loop_of_unreachable_endpoint_limits_ledger_entries() -> None:
     scene = with_candidate(serving("a"))
     scene.promote("2")
     scene.world.provider.interfere("digits", None)
@@ -233,7 +233,7 @@ def test_reconcile_models_reconciles_only_endpoints_of_named_models() -> None:
     assert scene.traffic() == {"v2": 100, "v1": 0}
 
 
-def test_watch_closed_during_step_stops_after_current_effect() -> None:
+def test_watch_loop_closed_during_step_stops_after_current_effect() -> None:
     scene = with_candidate(serving("a"))
     scene.promote("2")
     queue = ReconcileQueue()
@@ -250,7 +250,7 @@ def test_watch_closed_during_step_stops_after_current_effect() -> None:
     assert scene.aliases()[CHAMPION] == "2"
 
 
-def test_watch_with_queued_model_reconciles_without_delay() -> None:
+def test_watch_loop_with_queued_model_reconciles_without_delay() -> None:
     scene = with_candidate(serving("a"))
     queue, served = ReconcileQueue(), threading.Event()
 
@@ -279,7 +279,7 @@ def test_reconcile_queue_keeps_at_most_1000_names() -> None:
     assert queue.wait(0.0) == frozenset()
 
 
-def test_reconcile_pass_without_due_change_writes_nothing() -> None:
+def test_reconcile_pass_without_due_change_keeps_ledger() -> None:
     scene = with_candidate(serving("a"))
     scene.bind("digits", policy=CANARY)
     before = len(scene.world.ledger.read("digits"))

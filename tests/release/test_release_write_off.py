@@ -153,7 +153,7 @@ def test_status_with_one_reporting_replica_reads_no_counts(scene: Scene, servers
     assert read_status(scene.context, "digits").outliers == ()
 
 
-def test_status_without_reporting_replica_shows_no_address(
+def test_status_without_reporting_replica_shows_newest_table_in_place_of_address(
     scene: Scene, servers: Servers, capsys: pytest.CaptureFixture[str]
 ) -> None:
     servers.listed.clear()
