@@ -117,7 +117,9 @@ def test_block_environ_returns_variables_of_settings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["PATH", "PYTHONPATH", "LD_PRELOAD", "AWS_X=1", "AWS_\nA", "ONNX_OPS_SIGNING_KEY"]
 )
-def test_endpoint_access_block_with_other_variable_raises_validation_error(name: str) -> None:
+def test_endpoint_access_block_with_disallowed_credential_name_raises_validation_error(
+    name: str,
+) -> None:
     from onnx_ops.orchestration.blocks import EndpointAccess
 
     with pytest.raises(ValidationError, match="credentials must be named AWS_"):
@@ -173,7 +175,7 @@ def test_project_of_blocks_applies_settings_and_restores_environment(
     assert dict(os.environ) == before
 
 
-def test_check_of_pipeline_with_target_block_accepts_only_its_targets(
+def test_check_of_pipeline_accepts_target_of_target_block_and_rejects_unknown_target(
     saved: None, here: Path
 ) -> None:
     from onnx_ops.orchestration.environment import project_of

@@ -54,7 +54,7 @@ def test_champions_flow_with_failed_recheck_fails_and_notifies(
         (False, "FAILED", "EnvironmentFailed", "not measured"),
     ],
 )
-def test_champions_flow_without_failed_recheck_sends_no_notification(
+def test_champions_flow_with_passed_or_impossible_recheck_sends_no_notification(
     prefect_server: None, remembered: bool, kind: str, name: str, word: str, tmp_path: Path
 ) -> None:
     scene = ChampionScene(tmp_path).remembered() if remembered else ChampionScene(tmp_path)

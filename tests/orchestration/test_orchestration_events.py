@@ -177,7 +177,7 @@ def unset() -> Any:
 
 
 @pytest.mark.nightly
-def test_events_during_server_outage_are_sent_later(prefect_server: None) -> None:
+def test_rollout_events_during_server_outage_are_sent_later(prefect_server: None) -> None:
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     scene, chat = rolled_out("late"), FakeNotifier()

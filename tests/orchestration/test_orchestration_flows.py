@@ -263,7 +263,7 @@ def test_pipeline_flow_with_dropped_endpoint_requires_abandon_reason(
 
 
 @pytest.mark.filterwarnings("ignore:Artifact creation outside:FutureWarning")
-def test_publish_progress_without_server_raises_no_error() -> None:
+def test_publish_progress_with_unreachable_server_completes() -> None:
     from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
     from onnx_ops.orchestration.artifacts import publish_progress
@@ -337,7 +337,7 @@ def test_reconcile_flow_of_unknown_endpoint_fails(
 
 
 @pytest.mark.parametrize("down", [False, True])
-def test_reconcile_as_task_fails_only_without_registry(
+def test_reconcile_as_task_without_registry_returns_registry_down_state(
     down: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from onnx_ops.orchestration import flows
@@ -414,7 +414,7 @@ def test_publish_tables_creates_tables_of_all_gates_and_choices(prefect_server: 
     assert "`onnx-ops report digits-mlp/4`" in str(found["digits-mlp-report"].data)
 
 
-def test_publish_tables_without_decisions_creates_no_artifact(prefect_server: None) -> None:
+def test_publish_tables_without_decisions_skips_artifacts(prefect_server: None) -> None:
     from onnx_ops.orchestration.artifacts import publish_tables
 
     assert (

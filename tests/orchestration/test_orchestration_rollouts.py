@@ -56,7 +56,7 @@ def page_of(state: State[Any]) -> str:
     return str(artifacts_of(run_of(state))["digits-rollout"].data)
 
 
-def test_rollout_flow_of_healthy_candidate_completes(
+def test_rollout_flow_advanced_by_operator_to_full_traffic_completes(
     prefect_server: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scene = promoted()
