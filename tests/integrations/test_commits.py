@@ -114,7 +114,7 @@ def test_release_change_without_results_names_folder_of_evaluation(
     assert f"`evaluate` with `--folder {tmp_path / 'other'}`" in caught.value.remedy
 
 
-def test_evaluate_change_into_own_folder_replaces_evaluation(
+def test_evaluate_change_into_folder_of_earlier_evaluation_replaces_it(
     evaluated: Project, tmp_path: Path
 ) -> None:
     folder = tmp_path / "evaluated"
@@ -138,7 +138,7 @@ def test_evaluate_change_with_error_removes_earlier_evaluation(
     assert not list(folder.glob("*/evaluation.json"))
 
 
-def test_evaluate_change_into_foreign_folder_keeps_its_files(
+def test_evaluate_change_into_folder_with_foreign_file_keeps_its_files(
     evaluated: Project, tmp_path: Path
 ) -> None:
     folder = tmp_path / "evaluated"

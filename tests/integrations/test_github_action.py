@@ -162,7 +162,7 @@ def runner(tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 @pytest.mark.parametrize(
     "arguments", [["release"], ["evaluate", "--evaluated", "x"], ["publish", "--evaluated", "x"]]
 )
-def test_action_with_folder_of_another_step_is_refused(
+def test_action_with_missing_or_unexpected_evaluated_option_exits_2(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as refused:

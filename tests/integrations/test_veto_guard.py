@@ -137,7 +137,7 @@ def test_change_that_contradicts_or_evades_signed_decision_is_refused(
 
 
 @pytest.mark.parametrize(("attempt", "reason"), RULED_OUT)
-def test_change_without_valid_override_is_refused(
+def test_alias_without_override_or_invalid_change_of_override_tag_is_refused(
     ruled: Guarded, attempt: Attempt, reason: str
 ) -> None:
     with pytest.raises(RefusedError, match=reason):
@@ -293,7 +293,7 @@ class TestPolicy:
         scene.set_alias(CHAMPION, "1")
         scene.set_alias("other", "1")
 
-    def test_delete_alias_with_other_case_of_model_is_refused_by_rule_of_model(
+    def test_delete_alias_with_other_case_of_model_follows_rule_of_model(
         self, tmp_path: Path
     ) -> None:
         scene = Guarded(
