@@ -236,7 +236,7 @@ def test_override_of_rejected_version_lasts_until_next_rollback_and_cannot_be_re
     assert replayed.overrides == {}
 
 
-def test_abort_or_rollback_of_version_rejects_no_other_version_of_its_release() -> None:
+def test_abort_or_rollback_to_version_of_same_release_does_not_reject_that_version() -> None:
     good, bad = version(1, release="same"), version(2, release="same")
     started = planned(bad, Roles(stable=good))
     for back in (

@@ -136,7 +136,7 @@ def test_notification_of_refused_alias_gives_reason_and_command(golden: Golden) 
     assert found.commands["See"] == "onnx-ops explain digits/9 --target cpu"
 
 
-def test_notification_of_failed_rollback_is_critical_and_of_failed_finish_warning() -> None:
+def test_notification_of_failed_abort_is_critical_and_of_failed_finish_warning() -> None:
     found = only(intent(ALARM), ActionOutcome(of=6, ok=False, detail="cannot be reached"))
     assert (found.what, found.severity) == (NotificationKind.TROUBLE, Severity.CRITICAL)
     assert found.headline == "abort failed and is still pending"

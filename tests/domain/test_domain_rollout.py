@@ -397,7 +397,7 @@ def test_rollout_during_replacement_of_instances_waits_for_its_end_unless_paused
     assert paused.kind is WaitKind.PAUSED
 
 
-def test_rollout_aborts_while_instances_are_replaced() -> None:
+def test_superseded_rollout_during_replacement_of_instances_aborts() -> None:
     action = choose_with_instances(None, VERSIONS[4], replacements=(REPLACED,))
     assert isinstance(action, Action)
     assert action.kind is ActionKind.ABORT
