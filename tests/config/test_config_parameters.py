@@ -74,7 +74,7 @@ def test_parameter_within_text_is_converted_to_text(
     assert pipeline.parameters == {"train.epochs": 12, "train.rates[1]": 0.2, "yes": True}
 
 
-def test_parameters_file_without_references_is_not_read(
+def test_invalid_parameters_file_is_ignored_for_pipeline_without_references(
     load: Load, project: Path, pipeline_text: str
 ) -> None:
     (project / "params.yaml").write_text("[")

@@ -84,7 +84,7 @@ def test_explain_path_with_null_byte_names_it(root: Path, text: str) -> None:
         ("/", "/etc/passwd", True),
     ],
 )
-def test_explain_path_allows_only_paths_below_allowed_path(
+def test_explain_path_outside_project_allows_only_paths_below_allowed_path(
     root: Path, allowed: str, text: str, expected: bool
 ) -> None:
     assert (Reach(paths=(allowed,)).explain_path(text, root) == "") is expected

@@ -161,7 +161,9 @@ def test_rollout_policy_reports_missing_provider_capabilities(
     ]
 
 
-def test_deployment_that_cannot_run_target_reports_problem(find_problems: FindProblems) -> None:
+def test_deployment_whose_provider_cannot_serve_target_reports_problem(
+    find_problems: FindProblems,
+) -> None:
     asked: list[tuple[str, Target]] = []
 
     def unservable(entry: Deploy, target: Target) -> str:

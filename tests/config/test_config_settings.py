@@ -186,7 +186,7 @@ def test_load_settings_with_wrong_notifiers_raises_user_error(
 
 
 @pytest.mark.parametrize("name", ["production", "prodction"])
-def test_load_settings_without_file_rejects_all_profiles_but_default(
+def test_load_settings_without_file_rejects_profile_other_than_default(
     tmp_path: Path, name: str
 ) -> None:
     with pytest.raises(UserError, match=f"profile '{name}' was not found: the settings file"):
