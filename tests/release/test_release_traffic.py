@@ -117,17 +117,17 @@ def test_estimate_users_is_within_factor_two_of_equally_active_users(users: int)
     assert users / 2 <= found <= 2 * users
 
 
-def test_estimate_users_without_keys_returns_0() -> None:
+def test_estimate_users_of_mostly_keyless_requests_or_without_blocks_returns_0() -> None:
     assert traffic._estimate_users(make_reading((*([1] * USER_BLOCKS), 1000)), "v1") == 0
     assert traffic._estimate_users(MetricsReading(at=0.0), "v1") == 0
 
 
-def test_estimate_users_with_very_many_users_returns_number_of_requests() -> None:
+def test_estimate_users_of_equal_blocks_returns_number_of_requests() -> None:
     found = traffic._estimate_users(make_reading((*([10] * USER_BLOCKS), 0)), "v1")
     assert found == 10 * USER_BLOCKS
 
 
-def test_solve_users_inverts_units_of_epoch_or_returns_0_without_keys() -> None:
+def test_solve_users_inverts_units_of_epoch_or_returns_0_if_nearly_each_request_is_unit() -> None:
     units = {"errors": UnitCounts(candidate=(10,), stable=(630,))}
     split = GenerationUnits(generation=1, step=0, percent=10, is_drawn=True, epochs=10, units=units)
     # 100 users send 100 requests an epoch, so 63 of them are active: 1 - 1/e.
