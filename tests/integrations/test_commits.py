@@ -178,7 +178,7 @@ def test_evaluate_change_into_folder_with_foreign_file_keeps_its_files(
         ),
     ],
 )
-def test_lost_with_job_names_places_on_disk_of_job(
+def test_lost_with_job_names_places_that_are_lost_after_job(
     tmp_path: Path, section: str, places: dict[str, str], hosted: bool, lost: tuple[str, ...]
 ) -> None:
     settings = load_settings(
