@@ -170,7 +170,7 @@ def test_fold_keeps_aliases_pending_until_written() -> None:
     assert state.aliases == {"champion-cpu": "1"}
 
 
-def test_operator_command_is_cleared_by_successful_action() -> None:
+def test_operator_command_is_cleared_by_successful_advance() -> None:
     said = (*SERVING, START, OperatorCommandSent(command=OperatorCommand.ADVANCE))
     assert folded(*said).command is OperatorCommand.ADVANCE
     assert folded(*said, intent(ADVANCE)).command is OperatorCommand.ADVANCE
@@ -187,7 +187,7 @@ def test_operator_command_survives_restore() -> None:
     assert folded(*said, repair).command is OperatorCommand.ADVANCE
 
 
-def test_operator_command_sent_during_open_intent_survives_outcome() -> None:
+def test_operator_command_sent_during_open_intent_survives_outcome_of_advance() -> None:
     state = folded(
         *SERVING,
         START,
