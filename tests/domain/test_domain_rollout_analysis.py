@@ -44,7 +44,9 @@ def test_failed_verdict_is_final_within_attempt() -> None:
 
 
 @pytest.mark.parametrize("name", ["shop", "../../etc", "a/b", "n" * 10_000])
-def test_folder_of_rollout_with_any_name_contains_analysis_and_hexadecimal_digest(name: str) -> None:
+def test_folder_of_rollout_with_any_name_contains_analysis_and_hexadecimal_digest(
+    name: str,
+) -> None:
     folder = RolloutKey(analysis="web", rollout=name).folder
     room, _, digest = folder.partition("/")
     assert (room, len(digest), set(digest) <= set("0123456789abcdef")) == ("web", 32, True)
