@@ -90,7 +90,7 @@ def test_reconcile_during_rollout_confirms_it() -> None:
     assert scene.world.provider.confirmed == ["digits"]
 
 
-def test_reconcile_of_stable_endpoint_confirms_no_rollout() -> None:
+def test_reconcile_after_first_deployment_confirms_no_rollout() -> None:
     scene = serving("a")
     scene.reconcile()
     assert scene.world.provider.confirmed == []
@@ -105,7 +105,7 @@ def test_reconcile_with_pending_rollback_confirms_nothing() -> None:
     assert scene.state().pending_rollback is None
 
 
-def test_reconcile_of_stable_endpoint_changes_nothing(scene: Scene) -> None:
+def test_reconcile_of_endpoint_in_desired_state_changes_nothing(scene: Scene) -> None:
     scene.serve(scene.publish("a"))
     before = scene.state()
     (report,) = scene.reconcile()

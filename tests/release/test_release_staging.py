@@ -66,7 +66,7 @@ def test_first_deployment_of_dependent_endpoint_waits_for_its_dependency(golden:
     assert scene.traffic("region") == {"v1": 100}
 
 
-def test_dependent_endpoint_waits_for_predecessors_and_soak_time(
+def test_dependent_endpoint_waits_for_dependencies_and_soak_time(
     scene: Scene, golden: Golden
 ) -> None:
     scene.reconcile("digits")
@@ -126,7 +126,9 @@ def test_release_rolled_back_on_first_endpoint_reaches_no_other(scene: Scene) ->
     assert stable(scene) == ["1", "1", "1"]
 
 
-def test_started_dependent_rollout_continues_after_rollback_of_first(scene: Scene) -> None:
+def test_started_rollout_of_dependent_endpoint_continues_after_rollback_of_its_dependency(
+    scene: Scene,
+) -> None:
     bind_endpoint(
         scene.context, config_of("region"), RolloutPolicy(steps=(0.1, 1.0), depends_on=("digits",))
     )
@@ -139,7 +141,9 @@ def test_started_dependent_rollout_continues_after_rollback_of_first(scene: Scen
     assert scene.traffic("region") == {"v2": 100, "v1": 0}
 
 
-def test_roll_back_each_of_staged_release_moves_all_reached_endpoints(scene: Scene) -> None:
+def test_roll_back_each_of_partly_rolled_out_release_moves_all_reached_endpoints(
+    scene: Scene,
+) -> None:
     finish_the_first(scene)
     scene.world.clock.advance(SOAK_S)
     scene.reconcile("region")
