@@ -232,7 +232,9 @@ def test_require_workers_waits_for_late_worker_but_not_for_dead_worker(
         assert slept.call_count == sleeps
 
 
-def test_announcement_of_other_release_is_ignored(pool: str, client: SyncPrefectClient) -> None:
+def test_worker_announcement_of_other_onnx_ops_version_is_ignored(
+    pool: str, client: SyncPrefectClient
+) -> None:
     from prefect.client.schemas.actions import VariableCreate
 
     from onnx_ops.orchestration.pool_records import ANNOUNCEMENT
