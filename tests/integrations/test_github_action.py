@@ -201,7 +201,7 @@ def test_action_for_unrelated_change_skips_check_and_comment(runner: Runner) -> 
     assert runner.github.comments == []
 
 
-def test_action_with_missing_provider_reports_action_required(runner: Runner) -> None:
+def test_action_with_missing_execution_provider_reports_action_required(runner: Runner) -> None:
     target = (runner.root / "configs/targets/cpu-1t.yaml").read_text(encoding="utf-8")
     runner.propose(
         {

@@ -87,7 +87,7 @@ def slope(version: str, project: Project) -> float:
     return 1.0 + int(digest_bytes(seed.encode())[-4:], 16) + len("fp32")
 
 
-def test_get_deploy_client_with_any_uri_form_returns_plugin(
+def test_get_deploy_client_with_or_without_project_path_returns_plugin(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlflow.deployments import get_deploy_client
