@@ -187,7 +187,7 @@ def test_notification_reason_is_one_line_of_limited_length() -> None:
     assert len(found.why) <= 400
 
 
-def test_notification_before_configuration_has_no_commands() -> None:
+def test_notification_before_binding_of_endpoint_has_no_commands() -> None:
     (found,) = derive(
         VersionRefused(alias="champion-cpu", version="9", reason="no", restored_to=None)
     )

@@ -78,7 +78,7 @@ def machine(name: str, *flags: str) -> HardwareFingerprint:
         (machine("x86_64", "avx2"), GPU, Arithmetic(family="accelerator", fp16=True)),
     ],
 )
-def test_detect_arithmetic_uses_cpu_flags_and_provider(
+def test_detect_arithmetic_uses_cpu_flags_and_execution_provider(
     hardware: HardwareFingerprint, target: Target, expected: Arithmetic
 ) -> None:
     assert detect_arithmetic(hardware, target) == expected
