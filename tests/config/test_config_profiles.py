@@ -77,7 +77,7 @@ def test_profile_with_misspelt_option_reports_its_place(
         for option in sorted(names)
     ],
 )
-def test_provider_option_with_extra_letter_raises_config_error(
+def test_execution_provider_option_with_extra_letter_raises_config_error(
     provider: str, option: str, project: Path
 ) -> None:
     path = project / "configs/targets/one.yaml"
@@ -90,7 +90,7 @@ def test_provider_option_with_extra_letter_raises_config_error(
         TargetFiles(project).load("one")
 
 
-def test_provider_options_are_checked_only_for_known_provider(project: Path) -> None:
+def test_execution_provider_options_are_checked_only_for_known_provider(project: Path) -> None:
     path = project / "configs/targets/one.yaml"
     path.write_text(
         "name: one\nproviders: [{name: AcmeExecutionProvider, options: {speed: '9'}}]\n"

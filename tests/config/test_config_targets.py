@@ -22,7 +22,7 @@ def test_target_files_list_names_and_load_defaults_of_file_with_name_only(projec
     assert TargetFiles(project / "models").names() == ()
 
 
-def test_load_target_accepts_provider_as_text_or_mapping(project: Path) -> None:
+def test_load_target_accepts_execution_provider_as_text_or_mapping(project: Path) -> None:
     write(
         project,
         "gpu",
