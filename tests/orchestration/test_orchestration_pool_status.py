@@ -232,7 +232,7 @@ def test_require_workers_waits_for_late_worker_but_not_for_dead_worker(
         assert slept.call_count == sleeps
 
 
-def test_worker_announcement_of_other_onnx_ops_version_is_ignored(
+def test_worker_announcement_in_unknown_format_is_ignored(
     pool: str, client: SyncPrefectClient
 ) -> None:
     from prefect.client.schemas.actions import VariableCreate
