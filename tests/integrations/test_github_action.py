@@ -425,7 +425,9 @@ FORGED: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("forged", FORGED)
-def test_publish_of_forged_results_reports_action_required(runner: Runner, forged: str) -> None:
+def test_publish_of_malformed_or_forged_results_reports_action_required(
+    runner: Runner, forged: str
+) -> None:
     runner.propose({})
     (runner.root.parent / "out").mkdir()
     (runner.root.parent / "out" / RESULTS).write_bytes(FORGED[forged])
