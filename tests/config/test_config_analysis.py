@@ -51,7 +51,7 @@ def read_problems(tmp_path: Path, text: str) -> list[tuple[int, str, str]]:
     return [(each.line, each.path, each.message) for each in raised.value.problems]
 
 
-def test_load_analysis_config_of_complete_file_binds_policy(tmp_path: Path) -> None:
+def test_load_analysis_config_of_valid_file_binds_policy(tmp_path: Path) -> None:
     path = tmp_path / "analysis.yaml"
     path.write_text(WHOLE.replace("      select:", "      histogram: seconds\n      select:"))
     config = load_analysis_config(path)

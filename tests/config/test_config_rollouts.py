@@ -38,7 +38,9 @@ WHOLE = """
       scale_down_delay: 2 d"""
 
 
-def test_rollout_policy_with_all_keys_is_loaded_and_planned(load: Load, pipeline_text: str) -> None:
+def test_rollout_policy_with_shadow_canary_and_ab_test_is_loaded_and_planned(
+    load: Load, pipeline_text: str
+) -> None:
     head, _, _ = pipeline_text.rpartition("  - {endpoint")
     text = f"{head}  - endpoint: toy\n    target: cpu-1t\n    rollout:{WHOLE}\n"
     policy = load(text).deploy[0].rollout
