@@ -130,5 +130,6 @@ def test_environment_variable_value_is_not_expanded_again(load: Load, pipeline_t
     text = pipeline_text.replace(
         "test: {sklearn: digits, split: test}", "test: {file: '${env:A}', label: y}"
     )
-    pipeline = load(text, environ={"A": "$B 012"})
-    assert pipeline.data["test"].file == "$B 012"  # type: ignore[union-attr]
+    for value in ("$B 012", "${env:B}"):
+        pipeline = load(text, environ={"A": value, "B": "other.npz"})
+        assert pipeline.data["test"].file == value  # type: ignore[union-attr]

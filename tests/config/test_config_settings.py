@@ -122,8 +122,10 @@ def test_find_root_prefers_settings_file_then_targets_folder_then_start(tmp_path
     assert find_root(inner) == inner
     (tmp_path / "configs" / "targets").mkdir(parents=True)
     assert find_root(inner) == tmp_path
-    (tmp_path / "a" / FILE).touch()
+    (tmp_path / "a" / "configs" / "targets").mkdir(parents=True)
     assert find_root(inner) == tmp_path / "a"
+    (tmp_path / FILE).touch()
+    assert find_root(inner) == tmp_path
 
 
 def test_to_environ_preserves_settings(tmp_path: Path) -> None:
