@@ -86,7 +86,9 @@ def installed_here() -> str:
     ).stdout
 
 
-def test_build_clean_environ_omits_python_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_clean_environ_omits_variables_of_python_pip_uv_and_keras(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     leading = {
         "PYTHONPATH",
         "PYTHONHOME",
@@ -232,7 +234,7 @@ def packages(tmp_path: Path) -> NpmPackages:
     return NpmPackages(folder=tmp_path / "environments")
 
 
-def test_npm_packages_after_installation_are_reused_without_npm_unless_unfinished(
+def test_installed_npm_packages_need_npm_again_only_if_marker_is_missing(
     packages: NpmPackages, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     place = packages.installed((SMALL,))

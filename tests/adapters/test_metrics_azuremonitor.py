@@ -71,7 +71,7 @@ def test_azure_monitor_read_returns_counts_and_latencies_of_complete_minutes(
     assert since.requests == 1
 
 
-def test_azure_monitor_read_after_midnight_starts_new_origin(
+def test_azure_monitor_read_three_minutes_after_midnight_starts_new_origin(
     cloud: AzureCloud, clock: FakeClock, tmp_path: Path
 ) -> None:
     name = build_azure_name(scaling_deployment(tmp_path / "m", name="v1", version="1", scale=2.0))
@@ -90,7 +90,9 @@ def test_azure_monitor_read_after_midnight_starts_new_origin(
     )
 
 
-def test_azure_monitor_metrics_support_only_quantiles(cloud: AzureCloud, clock: FakeClock) -> None:
+def test_azure_monitor_capabilities_are_quantiles_and_latencies_returns_none(
+    cloud: AzureCloud, clock: FakeClock
+) -> None:
     source, config = AzureMonitorMetrics({}, clock), config_of(cloud)
     assert source.capabilities() == {"quantiles"}
     assert source.latencies(config, "v1") is None

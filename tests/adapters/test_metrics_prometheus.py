@@ -329,7 +329,7 @@ def test_prometheus_read_with_token_sends_authorization_header(
     assert scraped.requests[-1].headers["authorization"] == "Bearer hidden"
 
 
-def test_prometheus_read_with_token_over_http_raises_user_error(
+def test_prometheus_read_with_token_over_http_to_remote_host_raises_user_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("ONNX_OPS_PROMETHEUS_TOKEN", "hidden")

@@ -348,7 +348,7 @@ def test_server_metrics_read_with_threshold_other_than_bound_counts_no_exceedanc
     assert (tally.over_p50, tally.over_p99) == (None, None)
 
 
-def test_server_metrics_read_after_restart_has_other_origin() -> None:
+def test_server_metrics_read_of_new_server_has_own_origin_and_counts() -> None:
     server, again = Server(), Server()
     server.answer(1, 200, 0.001, 5)
     again.answer(1, 500, 0.001, 2)
@@ -489,7 +489,7 @@ def test_server_metrics_read_of_server_with_wrong_clock_delays_no_other_server(l
     assert [each.epoch for each in epochs] == sorted({each.epoch for each in epochs})
 
 
-def test_server_metrics_read_with_latency_distribution_counts_by_user() -> None:
+def test_server_metrics_read_with_latency_places_counts_exceedances_by_user() -> None:
     server = Server()
     for number in range(1000):
         server.answer(1, 200, 0.001 * 1.002**number)

@@ -198,7 +198,7 @@ def test_webhook_notifier_with_invalid_or_insecure_url_raises_user_error_without
     assert url in ("", "https://") or url.strip() not in str(caught.value)
 
 
-def test_webhook_notifier_without_server_raises_error_without_url(
+def test_webhook_notifier_with_unreachable_server_raises_error_without_url(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ONNX_OPS_NOTIFY_WEBHOOK", "http://127.0.0.1:9/hidden")

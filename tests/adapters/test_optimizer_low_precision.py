@@ -225,7 +225,7 @@ def test_fp16_optimizer_with_keep_option_leaves_types_in_float32(
         ({"bits": 8, "accuracy": 4}, 0.03),
     ],
 )
-def test_read_quantized_weights_of_blocks_equals_runtime_weights(
+def test_read_quantized_weights_of_blocks_reproduces_outputs_of_runtime(
     perceptron: OptimizeRequest, options: dict[str, object], error: float
 ) -> None:
     request = replace(with_options(perceptron, **options), calibration=rows(64))

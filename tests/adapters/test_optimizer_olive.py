@@ -179,7 +179,7 @@ def test_olive_optimize_without_calibration_rows_raises_user_error(tmp_path: Pat
         ("(float[4,n] x) => (float[n,4] y) { y = Transpose(x) }", UserError),
     ],
 )
-def test_olive_optimize_with_pass_over_data_raises_user_error_only_for_rows_of_inputs(
+def test_olive_optimize_with_pass_that_reads_data_requires_rows_on_first_axis_of_inputs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, graph: str, error: type[OnnxOpsError]
 ) -> None:
     # Without the package, a run of Olive fails.
@@ -211,7 +211,7 @@ def test_olive_optimize_that_fails_names_default_requirements(
         ("OnnxHqqQuantization", "type OnnxHqqQuantization do not receive `exclude`"),
     ],
 )
-def test_olive_optimize_that_quantizes_excluded_node_raises_error_for_type_of_pass(
+def test_olive_optimize_that_quantizes_excluded_node_names_remedy_for_type_of_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, remedy: str
 ) -> None:
     request = make_request(tmp_path, kind, exclude=("first",))
@@ -290,7 +290,9 @@ def test_olive_stage_depends_on_used_fields_of_config_file_and_requirements(
     assert affected(project, {"configs/olive/int4.json"}) == ()
 
 
-def test_prepare_with_environment_for_builtin_method_raises_user_error(tmp_path: Path) -> None:
+def test_prepare_with_env_without_requirements_for_builtin_method_raises_user_error(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "configs/targets").mkdir(parents=True)
     (tmp_path / "configs/targets/cpu-1t.yaml").write_text("name: cpu-1t\n")
     write_inputs(tmp_path)

@@ -86,7 +86,7 @@ def mlflow_server(
         yield url, home / "files"
 
 
-def test_registry_with_deleted_experiment_names_server_in_remedy(
+def test_registry_with_deleted_experiment_names_tracking_uri_in_remedy(
     registry: MlflowRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = client_of(registry)
@@ -770,7 +770,7 @@ def test_fetch_with_path_outside_folder_in_manifest_raises_digest_mismatch_error
 @pytest.mark.parametrize(
     "location", ["http://127.0.0.1:9/a", "ftp://127.0.0.1/a", "foo://a", "dbfs:/a"]
 )
-def test_fetch_of_version_copied_to_other_storage_raises_refused_error(
+def test_fetch_of_version_copied_to_unsupported_storage_raises_refused_error(
     registry: MlflowRegistry, tmp_path: Path, location: str
 ) -> None:
     model = f"copied-{location[:3]}-{len(location)}"
@@ -1001,7 +1001,7 @@ def test_registry_with_unsupported_tracking_uri_raises_user_error(uri: str) -> N
         MlflowRegistry(uri)
 
 
-def test_registry_shows_command_or_url_without_secrets_and_requires_artifact_root(
+def test_registry_shows_command_or_url_without_secrets_and_needs_artifact_root_for_postgresql(
     tmp_path: Path,
 ) -> None:
     registry = MlflowRegistry(f"sqlite:///{tmp_path}/my mlflow.db")

@@ -118,7 +118,7 @@ def test_relocate_artifacts_of_invalid_or_missing_database_relocates_nothing(
 
 
 @pytest.mark.parametrize("lock", ["IMMEDIATE", "EXCLUSIVE"])
-def test_relocate_artifacts_of_locked_database_raises_error_until_unlocked(
+def test_registry_of_moved_project_with_locked_database_raises_error_until_unlocked(
     root: Path, tmp_path: Path, lock: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new = root.rename(tmp_path / "moved")

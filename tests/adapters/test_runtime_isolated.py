@@ -132,7 +132,7 @@ def test_targeted_runtime_fingerprint_depends_on_environment_and_unisolated_targ
     assert runtime.run(file, replace(APART, env=Environment(isolated=False)), (rows(1),))
 
 
-def test_targeted_runtime_with_uninstallable_requirements_raises_user_error(
+def test_targeted_runtime_with_requirements_without_isolation_or_folder_raises_user_error(
     tmp_path: Path, file: Path
 ) -> None:
     runtime = TargetedRuntime().with_environments(tmp_path)

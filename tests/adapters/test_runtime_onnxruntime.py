@@ -448,7 +448,7 @@ class TestCache:
         weights.write_bytes(bytes(len(weights.read_bytes())))
         assert self.folder(path, here) != first
 
-    def test_resolve_provider_options_without_placeholder_creates_no_folder(
+    def test_resolve_provider_options_of_plain_values_creates_no_folder(
         self, tmp_path: Path, file: Path
     ) -> None:
         provider = Provider(name="X", options={"a": "b"})

@@ -190,7 +190,9 @@ def test_keyring_find_accepts_only_unambiguous_prefix(keyring: Keyring) -> None:
         keyring.find(repeated)
 
 
-def test_keyring_without_signing_key_lists_trusted_keys_and_cannot_rotate(tmp_path: Path) -> None:
+def test_keyring_without_signing_key_lists_trusted_keys_and_raises_not_found_error_on_rotate(
+    tmp_path: Path,
+) -> None:
     create_key(tmp_path / "elsewhere" / "ci.pem")
     (tmp_path / "trusted").mkdir()
     shutil.copy(tmp_path / "elsewhere" / "ci.pub.pem", tmp_path / "trusted")
@@ -201,7 +203,7 @@ def test_keyring_without_signing_key_lists_trusted_keys_and_cannot_rotate(tmp_pa
 
 
 @pytest.mark.parametrize("act", ["rotate", "retire"])
-def test_keyring_with_remote_signer_refuses_replacement_and_names_its_steps(
+def test_keyring_with_remote_signer_refuses_rotate_and_retire_and_names_manual_steps(
     tmp_path: Path, act: str
 ) -> None:
     signer = create_key(tmp_path / "remote" / "signing.pem")

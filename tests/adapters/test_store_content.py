@@ -127,7 +127,7 @@ def test_remote_store_cache_above_limit_evicts_oldest_content(tmp_path: Path) ->
     assert third.exists()
 
 
-def test_store_path_of_changed_content_with_old_times_raises_corrupt_state_error(
+def test_store_path_of_changed_content_with_unchanged_times_raises_corrupt_state_error(
     tmp_path: Path,
 ) -> None:
     store = ContentStore(LocalObjects(tmp_path), tmp_path)
