@@ -45,7 +45,7 @@ def test_write_balanced_keeps_outputs_bit_identical(tmp_path: Path, form: str) -
     assert np.abs(weights["second"]).max(axis=0).min() > 0.1
 
 
-def test_write_balanced_without_outlier_channels_writes_nothing(tmp_path: Path) -> None:
+def test_write_balanced_without_outlier_channels_returns_false(tmp_path: Path) -> None:
     source = write_norm(tmp_path / "model.onnx", loud=2.0)
     assert not write_balanced(source, tmp_path / "balanced.onnx")
     assert not (tmp_path / "balanced.onnx").exists()

@@ -162,7 +162,7 @@ SHARING: tuple[Callable[[Path], object], ...] = (
 
 
 @pytest.mark.parametrize("read", SHARING)
-def test_shared_structure_after_any_read_is_unchanged(
+def test_shared_structure_after_read_is_unchanged(
     read: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files, "_SETTLED_NS", 0)
@@ -251,7 +251,9 @@ def test_explain_version_limits_names_remedy_only_beyond_limits(
     assert bool(reason) is bool(word)
 
 
-def test_write_lineage_writes_same_bytes_in_any_order(perceptron: Path, tmp_path: Path) -> None:
+def test_write_lineage_with_entries_in_other_order_writes_same_bytes(
+    perceptron: Path, tmp_path: Path
+) -> None:
     other = tmp_path / "other.onnx"
     other.write_bytes(perceptron.read_bytes())
     write_lineage(perceptron, {"b": "2", "a": "1"})

@@ -70,7 +70,9 @@ def test_ort_file_named_onnx_runs_but_cannot_be_quantized(stored: Path, tmp_path
         check_paths(path, tmp_path / "variant.onnx")
 
 
-def test_read_structure_of_damaged_ort_file_never_crashes(stored: Path, tmp_path: Path) -> None:
+def test_read_structure_of_damaged_ort_file_returns_structure_or_raises_user_error(
+    stored: Path, tmp_path: Path
+) -> None:
     data, path = stored.read_bytes(), tmp_path / "damaged.ort"
     draw = np.random.default_rng(0)
     remedies: set[str] = set()

@@ -131,7 +131,7 @@ FLAT, IMAGE = "(uint8[2,2] x) => (float[2,2] y)", "(uint8[1,2,1,1] x) => (float 
         ("(float[2,2] x, float[2,2] w) => (float y) { y = MatMul(x, w) }", (2, 2), False),
     ],
 )
-def test_find_saturating_weights_detects_each_form_of_paired_product_and_no_other_use(
+def test_find_saturating_weights_returns_weight_only_if_products_are_added_in_pairs(
     text: str, shape: tuple[int, ...], saturates: bool
 ) -> None:
     model = build(text, np.full(shape, 127, np.int8), s=np.float32(1), z=np.uint8(0), t=np.int8(0))
