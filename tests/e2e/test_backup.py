@@ -110,7 +110,7 @@ def test_second_machine_can_delete_endpoint_only_after_admission_of_its_key(
     assert [line["kind"] for line in history[-2:]] == ["endpoint-deleted", "endpoint-deleted"]
 
 
-def test_status_without_read_permission_exits_4_without_traceback(twice: Project) -> None:
+def test_status_of_unreadable_ledger_exits_4_without_traceback(twice: Project) -> None:
     folder = twice.root / ".onnx-ops" / "ledger" / ENDPOINT
     folder.chmod(0)
     if os.geteuid() == 0:

@@ -78,7 +78,7 @@ def test_run_with_lossy_variant_registers_but_does_not_choose_it(released: Proje
     )
 
 
-def test_run_without_passing_variant_exits_1_and_moves_no_traffic(released: Project) -> None:
+def test_run_of_failing_variant_exits_1_and_moves_no_traffic(released: Project) -> None:
     before = state_of(released)
     document = released.run(ONLY_FP32, "gates[2].min=99.9%", code=1)
     assert document["choices"][0]["variant"] is None

@@ -69,7 +69,7 @@ def test_registry_after_run_contains_variant_versions_and_champion(
     assert evidence["runtime"]["used"] == ["CPUExecutionProvider"]
 
 
-def test_second_run_without_changes_executes_no_stage_and_imports_no_heavy_package(
+def test_unchanged_second_run_executes_no_stage_and_avoids_heavy_imports(
     project: Project,
 ) -> None:
     """The run queries the registry for its versions, which must still exist.

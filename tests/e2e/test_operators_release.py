@@ -121,7 +121,7 @@ def test_custom_operators_are_released_and_restored_with_model(project: Project)
     assert "the registry contains" in refused["what"]
 
 
-def test_run_with_missing_or_tampered_operator_library_is_refused(project: Project) -> None:
+def test_run_with_missing_or_tampered_operator_library_exits_2_or_4(project: Project) -> None:
     (project.root / PIPELINE).write_text(TEXT.replace("TARGET", "cpu-1t"))
     failed = project.command("run", PIPELINE)
     assert failed.code == 2, failed.stdout + failed.stderr

@@ -222,7 +222,9 @@ def test_interrupted_run_ends_its_processes_on_pool_worker(lab: PoolSite, asker:
     until(lambda: lab.runs("train")[-1]["state_type"] == "CANCELLED", what="a cancelled flow run")
 
 
-def test_run_with_pool_without_suitable_worker_fails_without_starting_stage(lab: PoolSite) -> None:
+def test_run_with_unsuitable_or_stopped_pool_worker_fails_before_stage_starts(
+    lab: PoolSite,
+) -> None:
     worker = lab.work("rest", "--kinds", "benchmark")
     placed = {"ONNX_OPS_POOLS": "train=rest"}
     found = lab.result(lab.ask("train.with.mark=none", until="train", environ=placed), code=4)

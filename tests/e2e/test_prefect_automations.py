@@ -126,7 +126,7 @@ def test_post_of_events_with_wrong_password_raises_service_unavailable_error(
 
 
 @pytest.mark.nightly
-def test_gate_automation_for_unserved_target_sends_message(
+def test_gate_automation_sends_message_only_for_target_without_passing_variant(
     automations: dict[str, dict[str, Any]], inbox: WebhookSink
 ) -> None:
     for served_by, variant in (("yes", "int8"), ("no", "fp32")):
