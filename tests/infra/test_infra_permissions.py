@@ -126,7 +126,7 @@ def actions(statement: Mapping[str, Any]) -> set[str]:
     return {given} if isinstance(given, str) else set(given)
 
 
-def test_aws_policy_allows_exactly_requested_actions() -> None:
+def test_aws_policy_allows_exactly_needed_actions() -> None:
     allowed = set().union(*(actions(statement) for statement in caller()))
     assert allowed == needed() | WITHOUT_OPERATION
 
@@ -230,7 +230,7 @@ def test_aws_template_defines_no_endpoint_resources(kind: str) -> None:
     assert kind not in {resource["Type"] for resource in resources().values()}
 
 
-def test_azure_serving_identity_reads_tables_and_writes_reports_only() -> None:
+def test_azure_serving_identity_reads_all_blobs_but_writes_only_reports() -> None:
     assert azureml_roles.data_roles("serving") == {
         "storage": "blobReader",
         "control": "blobReader",

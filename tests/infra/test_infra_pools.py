@@ -114,7 +114,7 @@ def test_kubernetes_objects_are_in_restricted_namespace() -> None:
     assert len(names) == len(set(names))
 
 
-def test_kubernetes_pods_have_no_unneeded_privileges() -> None:
+def test_kubernetes_pods_are_restricted_and_have_resource_requests_and_limits() -> None:
     for name, pod in pods():
         closed = pod["securityContext"]
         assert closed["runAsNonRoot"] is True, name
@@ -278,7 +278,7 @@ def test_pool_templates_include_process_docker_and_kubernetes() -> None:
     assert set(POOLS) == {"process", "docker", "kubernetes"}
 
 
-def test_docker_pool_container_has_no_privileges_and_read_only_root() -> None:
+def test_docker_pool_container_has_read_only_root_and_no_privileges() -> None:
     made = template("docker")["job_configuration"]
     closed = made["container_create_kwargs"]
     assert (closed["read_only"], closed["cap_drop"], made["privileged"]) == (True, ["ALL"], False)
