@@ -98,7 +98,7 @@ def test_azure_monitor_capabilities_are_quantiles_and_latencies_returns_none(
     assert source.latencies(config, "v1") is None
 
 
-def test_azure_monitor_metrics_with_fault_or_wrong_options_raise_error(
+def test_azure_monitor_metrics_when_throttled_or_with_wrong_options_raise_error(
     cloud: AzureCloud, clock: FakeClock
 ) -> None:
     source, config = AzureMonitorMetrics({}, clock), config_of(cloud)

@@ -843,7 +843,7 @@ def test_fetch_with_failing_download_raises_error_with_cause(
     assert str(error).rpartition("] ")[2] in caught.value.why
 
 
-def test_publish_with_lost_file_raises_storage_error(
+def test_publish_with_missing_evidence_file_raises_storage_error(
     registry: MlflowRegistry, tmp_path: Path
 ) -> None:
     release = publication(tmp_path, model="lost", seed="a")

@@ -60,7 +60,7 @@ class TestIsolatedRuntime(RuntimeSuite):
     target = fixed(APART)
 
 
-def test_isolated_runtime_returns_same_outputs_as_current_process_and_graph_and_facts(
+def test_isolated_runtime_run_matches_current_process_and_graph_and_facts_are_available(
     runtime: TargetedRuntime, file: Path, tmp_path: Path
 ) -> None:
     batches = (rows(1), rows(0), rows(9, seed=2))
