@@ -71,7 +71,7 @@ def test_join_graphs_with_input_named_like_prefixed_weight_keeps_both(number: in
     )
 
 
-def test_join_graphs_with_named_connection_connects_other_names() -> None:
+def test_join_graphs_with_connect_argument_connects_values_of_different_names() -> None:
     joined = join_graphs(
         [build_step("Add", "x", "a"), build_step("Mul", "b", "y")], connect=[{"a": "b"}]
     )

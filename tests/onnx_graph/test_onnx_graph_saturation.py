@@ -91,7 +91,7 @@ def test_find_saturating_weights_of_convolution_agrees_with_processor(
 
 @settings(max_examples=300)
 @given(weights=levels, seed=st.integers(0, 99))
-def test_find_saturating_weights_returns_every_weight_with_inexact_sums(
+def test_find_saturating_weights_returns_weight_with_inexact_sums(
     weights: Array, seed: int
 ) -> None:
     x = np.random.default_rng(seed).choice([0, 1, 254, 255], (4, len(weights))).astype(np.uint8)

@@ -287,7 +287,7 @@ def test_pair_quantized_weights_of_dynamic_lstm_finds_originals_even_of_renamed_
 
 
 @pytest.mark.parametrize("damage", ["few inputs", "flat weights", "odd scales"])
-def test_pair_quantized_weights_of_malformed_lstm_lists_them_as_unpaired(
+def test_pair_quantized_weights_of_malformed_lstm_lists_weight_as_unpaired(
     damage: str, tmp_path: Path
 ) -> None:
     stored = {"w": np.ones((1, 12, 3), np.float32), "r": np.ones((1, 12, 3), np.float32)}
