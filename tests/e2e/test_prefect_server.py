@@ -131,7 +131,7 @@ def test_flow_run_with_failed_gate_fails_with_its_task_run(
     assert runs["deploy digits @ cpu-1t"]["state_name"] == "Skipped"
 
 
-def test_rollback_deployment_serves_previous_version_and_is_recorded_in_ledger(
+def test_rollback_flow_run_serves_previous_version_and_is_recorded_in_ledger(
     first: dict[str, Any], site: PrefectSite
 ) -> None:
     before = site.project.status()
@@ -147,7 +147,7 @@ def test_rollback_deployment_serves_previous_version_and_is_recorded_in_ledger(
     assert f"tester via prefect flow run {run['id']}" in actors
 
 
-def test_reconcile_deployment_reports_endpoint_in_message_and_task_run(
+def test_reconcile_flow_run_reports_endpoint_in_message_and_task_run(
     first: dict[str, Any], site: PrefectSite
 ) -> None:
     run = site.flow_run("reconcile/reconcile")

@@ -99,7 +99,9 @@ def test_rollback_from_other_state_folder_stays_pending_until_reconciled(twice: 
 
 
 @pytest.mark.nightly
-def test_rollback_with_stopped_registry_writes_aliases_later(twice: Project) -> None:
+def test_rollback_with_stopped_registry_leaves_aliases_pending_until_reconciled(
+    twice: Project,
+) -> None:
     port = free_port()
     twice.environ["ONNX_OPS_TRACKING_URI"] = f"http://127.0.0.1:{port}"
     old, new = names(twice)

@@ -45,7 +45,9 @@ def test_run_of_torch_pipeline_serves_accurate_model(fresh_project: Project) -> 
     assert np.mean(scores.argmax(axis=1) == digits.target[:40]) >= 0.85
 
 
-def test_rollout_advanced_and_aborted_by_command_returns_all_traffic(candidate: Project) -> None:
+def test_rollout_advanced_and_aborted_by_command_moves_traffic_back_to_stable_version(
+    candidate: Project,
+) -> None:
     candidate.document("rollout", "advance", "digits", "--reason", "looks good")
     assert candidate.status()["traffic"] == {"v2": 50, "v1": 50}
     candidate.document("rollout", "abort", "digits", "--reason", "worse on eights")
