@@ -217,7 +217,9 @@ def test_python_environment_with_invalid_requirement_raises_user_error(
         PythonEnvironments(folder=tmp_path).python(Environment(requirements=(requirement,)))
 
 
-def test_python_environment_with_missing_python_raises_not_found_error(tmp_path: Path) -> None:
+def test_python_environment_by_pip_with_missing_python_raises_not_found_error(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(NotFoundError, match=r"python3\.99 is not installed") as missing:
         PythonEnvironments(folder=tmp_path, base=()).python(
             Environment(requirements=("a",), python="3.99")

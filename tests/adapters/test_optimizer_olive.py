@@ -160,7 +160,9 @@ def test_olive_inline_files_accepts_only_valid_config_file_in_project(tmp_path: 
         )
 
 
-def test_olive_optimize_without_calibration_rows_raises_user_error(tmp_path: Path) -> None:
+def test_olive_optimize_of_pass_that_reads_data_without_calibration_rows_raises_user_error(
+    tmp_path: Path,
+) -> None:
     write_perceptron(tmp_path / "source.onnx")
     request = OptimizeRequest(
         section=inline_files(CONFIG),
