@@ -99,7 +99,7 @@ def test_expand_integer_operators_with_other_scale_keeps_it_for_consumer(tmp_pat
     assert [n.input[1] for n in readers] == ["other"]
 
 
-def test_expand_integer_operators_of_unknown_operator_or_opset_raises_measurement_error() -> None:
+def test_expand_integer_operators_of_unknown_kind_or_old_opset_raises_measurement_error() -> None:
     text = "(uint8[1] x) => (uint8[1] y) { y = com.microsoft.QLinearReduceMean(x, s, z, s, z) }"
     for opset, message in ((18, "QLinearReduceMean"), (12, "opset 12")):
         with pytest.raises(MeasurementError, match=message):

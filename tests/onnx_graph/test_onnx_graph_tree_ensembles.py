@@ -326,7 +326,7 @@ def test_build_split_probes_of_model_without_trees_returns_none(perceptron: Path
     assert build_split_probes(perceptron, rows(4)) is None
 
 
-def test_build_split_probes_of_trees_behind_other_operator_returns_none(
+def test_build_split_probes_of_trees_behind_unsupported_operator_returns_none(
     forest: tuple[Any, dict[str, Any], Path],
 ) -> None:
     _, samples, path = forest
