@@ -115,7 +115,7 @@ def test_dynamic_quantizer_read_ranges_raises_user_error(
         DynamicQuantizer().read_ranges(perceptron, tmp_path / "ranges", (0, 2))
 
 
-def test_static_quantizer_uses_uint8_activations_and_int8_channel_weights(
+def test_static_quantizer_without_machines_uses_uint8_activations_and_int8_channel_weights(
     convolution: OptimizeRequest,
 ) -> None:
     StaticQuantizer().optimize(convolution)
@@ -138,7 +138,7 @@ def test_static_quantizer_leaves_softmax_in_float(perceptron: OptimizeRequest) -
     np.testing.assert_allclose(run(perceptron.path, rows(64))["scores"].sum(axis=1), 1, atol=1e-6)
 
 
-def test_dynamic_quantizer_without_matrix_products_raises_user_error(
+def test_dynamic_quantizer_of_convolution_with_default_op_types_raises_user_error(
     convolution: OptimizeRequest,
 ) -> None:
     with pytest.raises(UserError, match="nothing was quantized"):
@@ -324,7 +324,9 @@ def test_static_quantizer_leaves_logging_configuration_unchanged(
     assert logging.root.manager.disable == disabled
 
 
-def test_batch_reader_returns_all_rows_in_small_batches(perceptron: OptimizeRequest) -> None:
+def test_batch_reader_of_dynamic_batch_returns_all_rows_in_small_batches(
+    perceptron: OptimizeRequest,
+) -> None:
     given = rows(2 * BATCH + 5)
     reader = BatchReader(given, read_model_info(perceptron.source))
     assert len(reader) == 3

@@ -109,7 +109,9 @@ def test_store_files_inherit_group_permissions_of_folder(tmp_path: Path, shared:
         assert not any(mode & 0o022 for mode in modes.values())
 
 
-def test_remote_store_cache_above_limit_evicts_oldest_content(tmp_path: Path) -> None:
+def test_remote_store_cache_above_limit_evicts_oldest_content_but_none_of_last_hour(
+    tmp_path: Path,
+) -> None:
     remote = FsspecObjects(f"memory://{uuid.uuid4().hex}")
     writer = ContentStore(remote, tmp_path / "writer")
     digests = [writer.put_bytes(bytes([number]) * 100) for number in range(4)]
