@@ -83,7 +83,9 @@ def released(folder: Path) -> Deployment:
     return deployment
 
 
-def test_container_with_plain_model_serves_it(container: Container, tmp_path: Path) -> None:
+def test_container_with_model_without_deployment_record_serves_it(
+    container: Container, tmp_path: Path
+) -> None:
     scaling_deployment(tmp_path / "plain", name="any", version="1", scale=3.0)
     container.start(
         ONNX_OPS_MODEL_DIR=str(tmp_path / "plain"),

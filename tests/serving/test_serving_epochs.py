@@ -105,7 +105,9 @@ def test_user_keeps_version_within_epoch_and_is_redrawn_in_next(
     assert all(len(names) == 1 for names in sides.values())
 
 
-def test_requests_not_assigned_by_split_are_not_judged(server: ServerFamily) -> None:
+def test_requests_that_select_version_by_header_or_path_are_not_judged(
+    server: ServerFamily,
+) -> None:
     for _ in range(6):
         assert ask(server, **{PIN: "green"}) == "green"
         path = INFER.replace("/infer", "/versions/2/infer")

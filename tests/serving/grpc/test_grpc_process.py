@@ -177,7 +177,7 @@ def _infer(client: Any) -> Any:
         return None
 
 
-def test_grpc_port_option_without_extra_exits_4_with_missing_packages(tmp_path: Path) -> None:
+def test_grpc_port_option_without_extra_exits_4_and_names_missing_packages(tmp_path: Path) -> None:
     hidden = (
         "from importlib import metadata\nfrom onnx_ops import plugins\nreal = plugins.version\n"
     )

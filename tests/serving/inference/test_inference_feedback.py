@@ -198,7 +198,7 @@ def test_feedback_by_key_without_answer_is_counted_but_not_judged() -> None:
     assert (row[metrics.UNJUDGED_FEEDBACK], row[metrics.UNJUDGED_SUCCESSES]) == (1, 1)
 
 
-def test_feedback_by_key_counts_for_last_epoch_of_current_split() -> None:
+def test_feedback_by_key_ignores_higher_epoch_of_earlier_split() -> None:
     server = FeedbackServer(make_table(1, epoch_s=60.0, old=90, new=10))
     key, cell = find_user(make_table(), "old")
     server.remember("new", "r-1", cell, epoch=30_000_000)

@@ -190,7 +190,9 @@ def images(tmp_path_factory: pytest.TempPathFactory, deployment: Deployment) -> 
 
 
 @pytest.mark.services
-def test_server_answers_images_and_refuses_others_with_400(images: Server) -> None:
+def test_server_answers_valid_images_and_refuses_invalid_or_too_large_ones_with_400(
+    images: Server,
+) -> None:
     workers = images.workers()
     answer = images.call("POST", INFER, {"inputs": [build_tensor(PNG, JPEG)]})
     assert answer.status == 200

@@ -322,7 +322,7 @@ def test_open_session_disables_memory_arena_only_for_models_with_loops(
     "operator", ["Loop", "Scan", "SequenceMap", "BeamSearch", "GreedySearch", "Sampling"]
 )
 @pytest.mark.parametrize("place", ["graph", "branch", "function"])
-def test_has_operator_finds_loop_operators_in_graph_branch_and_function(
+def test_has_operator_finds_unbounded_operators_in_graph_branch_and_function(
     tmp_path: Path, operator: str, place: str
 ) -> None:
     node = helper.make_node(operator, ["x"], ["y"])

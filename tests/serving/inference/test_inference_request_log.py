@@ -155,7 +155,7 @@ def test_spans_with_disabled_exporter_are_not_sent(
     assert collector.spans == []
 
 
-def test_server_start_without_otel_extra_exits_4_with_missing_package(
+def test_server_start_without_otel_extra_exits_4_and_names_missing_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")

@@ -371,7 +371,7 @@ def test_compressed_body_read_for_other_version_is_charged_to_budget(
     assert read_judged(worker, 2) == {400: 1}
 
 
-def test_compressed_request_beyond_budget_of_other_version_is_not_judged(
+def test_request_whose_decompression_for_other_version_exceeds_budget_is_not_judged(
     judged: tuple[Worker, RolloutCounts], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker, counts = judged

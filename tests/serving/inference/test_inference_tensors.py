@@ -215,7 +215,9 @@ def test_parse_document_with_too_many_values_raises_too_large_error_before_parsi
 
 
 @pytest.mark.parametrize("inner", ['"a": [1, [2], 3]', '"a": 1'])
-def test_parse_document_with_too_many_keys_raises_too_large_error_on_both_paths(inner: str) -> None:
+def test_parse_document_with_too_many_keys_in_object_or_nested_list_raises_too_large_error(
+    inner: str,
+) -> None:
     keys = ", ".join(f'"{number}": 1' for number in range(tensors.MAX_KEYS))
     for body in (
         f'{{"parameters": {{{keys}, {inner}}}}}',
@@ -270,7 +272,7 @@ def test_describe_tensor_shows_free_dimensions_and_optional_inputs() -> None:
     assert describe_tensor(spec, optional=True)["parameters"] == {"optional": True}
 
 
-def test_datatype_tables_of_onnx_and_numpy_agree() -> None:
+def test_datatype_tables_of_onnx_open_inference_and_numpy_agree() -> None:
     assert {*DTYPE_OF_ONNX.values(), IMAGE_DTYPE} == set(DATATYPE_OF)
     for dtype in DTYPE_OF_ONNX.values():
         assert np.dtype(get_numpy_dtype(dtype)).name == get_numpy_dtype(dtype)

@@ -89,7 +89,9 @@ def test_read_available_bytes_of_nested_groups_returns_least(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", ["/../..", "/docker/0123"])
-def test_read_available_bytes_with_hidden_group_reads_mount(tmp_path: Path, name: str) -> None:
+def test_read_available_bytes_with_group_outside_mount_reads_root_of_mount(
+    tmp_path: Path, name: str
+) -> None:
     root = Root(tmp_path, groups=f"4:memory:{name}\n0::{name}\n")
     root.add_old_group("", 500 * MIB, 100 * MIB)
     assert root.read() == 400 * MIB

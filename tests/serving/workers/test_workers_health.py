@@ -134,7 +134,7 @@ def test_record_death_without_run_charges_no_deployment() -> None:
     assert [site.shared.sum_slot(slot)[WORKER_DEATHS] for slot in (0, OLD, NEW)] == [0, 0, 0]
 
 
-def test_deployment_that_ends_more_workers_than_stable_goes_out_of_service() -> None:
+def test_deployment_that_ends_workers_far_more_often_than_stable_goes_out_of_service() -> None:
     site = Site()
     site.answer(OLD, 900)
     site.answer(NEW, 100)
@@ -219,7 +219,7 @@ def test_record_death_of_hung_run_charges_it_alone_and_counts_lost_requests() ->
 
 
 @pytest.mark.parametrize(("inline", "charged"), [(OLD, {OLD: 1}), (0, {NEW: 1})])
-def test_record_hang_charges_event_loop_run_before_thread_runs(
+def test_record_hang_charges_event_loop_run_in_preference_to_thread_runs(
     inline: int, charged: dict[int, int]
 ) -> None:
     site = Site()
@@ -292,7 +292,7 @@ def count_deaths_until_out(
 
 @pytest.mark.parametrize("threads", [1, 2, 8, 256])
 @pytest.mark.parametrize(("percent", "most"), [(1, 5), (10, 5), (50, 20)])
-def test_record_death_on_busy_threads_removes_guilty_and_rarely_innocent_version(
+def test_record_death_on_busy_threads_puts_guilty_and_rarely_innocent_version_out_of_service(
     threads: int, percent: int, most: int
 ) -> None:
     site, random = Site(), Random(1)  # noqa: S311 (a simulation)
@@ -339,7 +339,7 @@ def test_is_deadlier_with_deaths_in_proportion_to_traffic_returns_false(
 
 
 @given(percent=st.integers(1, 50), requests=st.integers(1, 10**6))
-def test_is_deadlier_of_deployment_that_alone_ends_workers_returns_true(
+def test_is_deadlier_with_20_times_the_deaths_and_at_most_equal_traffic_returns_true(
     percent: int, requests: int
 ) -> None:
     new, old = requests * percent, requests * (100 - percent)

@@ -55,7 +55,7 @@ def test_memory_need_includes_reserve_of_one_eighth(
 
 
 @given(workers=st.integers(1, 255), worker=st.integers(1, 1 << 45), available=sizes)
-def test_memory_need_that_fits_also_fits_fewer_workers_and_more_memory(
+def test_memory_need_that_fits_also_fits_with_fewer_workers_or_more_memory(
     workers: int, worker: int, available: int
 ) -> None:
     need = MemoryNeed(workers=workers, worker_bytes=worker)
@@ -181,7 +181,7 @@ def test_measure_server_memory_counts_only_running_workers_and_subtracts_own_mem
     )
 
 
-def test_measure_server_memory_without_workers_or_limit_returns_none(
+def test_measure_server_memory_without_running_workers_or_readable_memory_returns_none(
     process: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert measure_server_memory([]) is None

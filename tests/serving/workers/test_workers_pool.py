@@ -45,7 +45,7 @@ from tests.support.publish_stress import stress_publications
         ("run run load run", [0.0, 0.4, 0.0, 0.8]),
     ],
 )
-def test_compute_pause_s_grows_only_for_worker_that_run_or_load_ended(
+def test_compute_pause_s_grows_only_with_deaths_of_worker_during_run_or_load(
     deaths: str, expected_s: list[float]
 ) -> None:
     health = WorkerHealth(SharedMetrics(1))
@@ -238,7 +238,7 @@ def test_server_with_1000_open_connections_answers_next_request(two_workers: Ser
 @pytest.mark.parametrize(
     "flag", ["--workers=0", "--deadline=-1", "--max-body=0", "--keep-alive=nan"]
 )
-def test_server_with_invalid_option_exits_2(tmp_path: Path, flag: str) -> None:
+def test_server_with_invalid_option_value_exits_2(tmp_path: Path, flag: str) -> None:
     found = subprocess.run(
         Server(folder=tmp_path).command(flag), capture_output=True, text=True, check=False
     )

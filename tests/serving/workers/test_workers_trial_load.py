@@ -332,7 +332,7 @@ def test_publish_of_deployment_and_shadow_checks_their_total_memory(
     assert server.publish(state, 2).status == 200
 
 
-def test_publish_of_weights_beyond_memory_for_control_replica_is_refused(
+def test_publish_of_split_with_control_replica_beyond_available_memory_is_refused(
     start: Callable[..., Server], tmp_path: Path, memory_root: Path
 ) -> None:
     server = start(read_below(memory_root), "--workers=2")
@@ -445,7 +445,7 @@ def test_publish_tries_only_deployments_new_to_workers(
 @pytest.mark.parametrize(
     ("rounds", "least"), [(3, 500), pytest.param(100, 30_000, marks=pytest.mark.nightly)]
 )
-def test_publication_of_bad_models_fails_no_live_request(
+def test_publication_of_models_that_cannot_be_loaded_fails_no_live_request(
     start: Callable[..., Server], tmp_path: Path, rounds: int, least: int
 ) -> None:
     server = start(LIMITED, "--workers=2")
