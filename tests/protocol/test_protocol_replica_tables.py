@@ -109,7 +109,7 @@ def test_plan_tables_names_fallback_only_if_several_deployments_serve(
             assert give_way(before.table).split.weights[before.table.fallback] == 100
 
 
-def test_plan_tables_with_shadow_only_names_fallback_and_gives_candidate_traffic() -> None:
+def test_plan_tables_of_candidate_in_shadow_names_fallback_and_gives_candidate_traffic() -> None:
     _, first = plan(1, {"a": 100})
     prepared, table = plan(2, {"b": 0, "a": 100}, first, shadow={"b": 20})
     assert prepared is not None
