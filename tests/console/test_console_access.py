@@ -64,7 +64,7 @@ def test_request_with_foreign_or_empty_host_header_returns_421(console: Console,
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:9", "[::1]:80"])
-def test_request_with_host_of_this_machine_is_allowed(console: Console, host: str) -> None:
+def test_request_with_loopback_host_header_is_allowed(console: Console, host: str) -> None:
     assert console.ask("/", host=host).status == 200
 
 
@@ -75,7 +75,7 @@ def test_choose_hosts_beyond_loopback_limits_hosts_only_if_configured() -> None:
     assert choose_hosts("10.0.0.1", ("Console.Example",)) == frozenset({*own, "console.example"})
 
 
-def test_console_beyond_loopback_or_with_other_host_without_token_raises_refused_error(
+def test_console_beyond_loopback_or_with_allowed_hosts_without_token_raises_refused_error(
     tmp_path: Path,
 ) -> None:
     project = project_of(tmp_path, serving("a").context)

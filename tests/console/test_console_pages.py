@@ -84,7 +84,7 @@ def test_endpoint_page_of_paused_rollout_offers_resume_instead_of_pause(tmp_path
     assert "rollout pause" not in page
 
 
-def test_endpoint_page_after_rollback_shows_reason_and_end(tmp_path: Path) -> None:
+def test_endpoint_page_after_rollback_shows_aborted_rollout_and_reason(tmp_path: Path) -> None:
     scene = counted_out(bad=True)
     scene.reconcile_some()
     with serving_console(tmp_path, scene.context) as console:
@@ -108,7 +108,7 @@ def test_page_of_unknown_endpoint_or_path_returns_404(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("skip", ["", "0" * 5000, "-1", "²", "1.5"])
-def test_history_page_with_skip_of_zero_or_other_text_shows_newest_entries(
+def test_history_page_with_zero_or_invalid_skip_shows_newest_entries(
     console: Console, skip: str
 ) -> None:
     assert "first-deployment" in console.show(f"/history?skip={quote(skip)}")
@@ -153,7 +153,7 @@ def test_pages_of_damaged_ledger_show_error_and_intact_entries(
 
 
 @pytest.mark.parametrize("is_adopted", [False, True])
-def test_endpoint_page_with_damaged_start_of_ledger_does_not_deny_rollout(
+def test_endpoint_page_with_damaged_start_of_ledger_reports_that_rollout_cannot_be_shown(
     tmp_path: Path, is_adopted: bool
 ) -> None:
     with on_disk(tmp_path):
