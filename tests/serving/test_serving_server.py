@@ -238,7 +238,9 @@ def test_server_start_with_unusable_port_token_or_folder_exits_with_code_without
     assert started(tmp_path / "file")[0] == 4
 
 
-def test_server_process_never_imports_pydantic_mlflow_prefect_or_onnx(tmp_path: Path) -> None:
+def test_server_process_that_serves_requests_imports_no_pydantic_mlflow_prefect_or_onnx(
+    tmp_path: Path,
+) -> None:
     with serving(tmp_path, program=("-X", "importtime", *MAIN), blue=100) as server:
         assert server.infer([1, 2]).status == 200
         assert server.call("GET", "/metrics").status == 200

@@ -58,7 +58,7 @@ def test_triton_client_reads_health_metadata_config_statistics_and_index(
 
 @pytest.mark.parametrize("binary_input", [True, False])
 @pytest.mark.parametrize("binary_output", [True, False, None])
-def test_triton_client_with_json_or_binary_tensors_preserves_all_types(
+def test_triton_client_with_json_or_binary_tensors_preserves_values_of_eight_types(
     client: triton.InferenceServerClient, binary_input: bool, binary_output: bool | None
 ) -> None:
     import tritonclient.http as triton

@@ -105,7 +105,7 @@ def test_host_policy_with_origin_list_allows_only_listed_origins() -> None:
     assert not is_allowed(host, "http://good.example", origins=allowed)
 
 
-def test_host_policy_with_star_allows_any_host_or_any_origin() -> None:
+def test_host_policy_with_star_for_hosts_or_origins_allows_foreign_host_or_origin() -> None:
     assert is_allowed("evil.example", "null", hosts="*", origins="*")
     assert not is_allowed("evil.example", "null", hosts="*")
     assert not is_allowed("evil.example", origins="*")
@@ -165,7 +165,9 @@ def test_repeated_request_head_returns_403_only_with_foreign_host_or_origin(
     connection.close()
 
 
-def test_server_on_all_addresses_answers_any_host_and_origin(tmp_path: Path) -> None:
+def test_server_on_all_addresses_answers_request_with_foreign_host_and_origin(
+    tmp_path: Path,
+) -> None:
     with Server(folder=tmp_path / "state", options=["--host=0.0.0.0"]) as server:
         headers = {"host": "shop.example", "origin": "https://shop.example"}
         assert server.call("GET", "/v2/health/live", headers=headers).status == 200

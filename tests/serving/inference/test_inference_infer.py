@@ -67,7 +67,7 @@ def echoed(call: InferenceRequest, model: ModelSignature) -> tuple[Any, bytes]:
 
 @settings(deadline=None)
 @given(typed_arrays(), st.booleans())
-def test_json_round_trip_of_any_type_preserves_values(
+def test_json_round_trip_of_any_type_that_json_supports_preserves_values(
     case: tuple[str, np.ndarray[Any, Any]], nested: bool
 ) -> None:
     dtype, array = case

@@ -57,7 +57,7 @@ def test_read_invocation_of_any_mlflow_form_feeds_same_tensor(
 @pytest.mark.parametrize(
     "form", ["inputs", "instances", "named", "dataframe_split", "dataframe_records"]
 )
-def test_read_invocation_of_large_body_in_any_form_feeds_same_tensor(form: str) -> None:
+def test_read_invocation_of_large_body_in_any_mlflow_form_feeds_same_tensor(form: str) -> None:
     rows = np.arange(3000, dtype=np.float32).reshape(1000, 3) / 7
     document: dict[str, object] = {form: rows.tolist()}
     if form == "named":

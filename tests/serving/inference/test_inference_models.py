@@ -115,7 +115,7 @@ def test_load_of_model_with_sequence_output_raises_user_error_with_remedy(
     assert "ZipMap" in caught.value.remedy
 
 
-def test_load_of_model_that_fails_on_warm_up_size_skips_warm_up(
+def test_load_of_model_that_fails_on_free_dimension_of_size_1_succeeds_without_warm_up(
     build: Callable[..., Deployment],
 ) -> None:
     index = helper.make_node("Constant", [], ["i"], value=helper.make_tensor("i", INT, [1], [2]))
@@ -140,7 +140,7 @@ def test_load_of_model_that_rejects_empty_string_succeeds(build: Callable[..., D
         model.run(("y",), {"city": np.array([["Rome"]], object)})
 
 
-def test_load_of_model_that_fails_on_zeros_raises_infrastructure_error(
+def test_load_of_model_that_fails_on_zeros_of_fixed_width_raises_infrastructure_error(
     build: Callable[..., Deployment],
 ) -> None:
     shape = helper.make_node("Constant", [], ["s"], value=helper.make_tensor("s", INT, [1], [3]))
