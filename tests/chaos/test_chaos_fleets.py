@@ -63,7 +63,7 @@ def site(fleet: FleetSite, tmp_path: Path) -> FleetRollouts:
 @pytest.mark.parametrize(
     ("candidate", "expected"), [(0.8, "v2"), (0.2, "v1"), (0.5, "v1")], ids=str
 )
-def test_split_test_by_feedback_chooses_candidate_only_if_better(
+def test_ab_test_by_feedback_chooses_candidate_only_if_better(
     site: FleetRollouts, candidate: float, expected: str
 ) -> None:
     assert decide_by_feedback(site, stable=0.5, candidate=candidate) == expected

@@ -185,7 +185,7 @@ def users_of_two_replicas(
 
 
 @pytest.mark.parametrize(("candidate", "expected"), [(0.8, "v2"), (0.2, "v1")])
-def test_split_test_with_feedback_at_other_replicas_chooses_better_version(
+def test_ab_test_with_feedback_at_other_replica_chooses_better_version(
     site: ReplicatedSite, candidate: float, expected: str
 ) -> None:
     bind_endpoint(
