@@ -144,10 +144,14 @@ def test_console_with_many_viewers_reads_endpoint_once(
 def test_console_without_viewers_reads_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    reads: list[str] = []
     context = serving("a").context
-    monkeypatch.setattr(FakeProvider, "observe", lambda *_: pytest.fail("was asked"))
-    with serving_console(tmp_path, context):
+    monkeypatch.setattr(FakeProvider, "observe", lambda _, config: reads.append(config.endpoint))
+    with serving_console(tmp_path, context, interval_s=0.05) as console:
         threading.Event().wait(0.3)
+        assert reads == []
+        console.show("/")
+        assert reads
 
 
 def test_console_after_stop_leaves_no_thread(tmp_path: Path) -> None:

@@ -214,10 +214,13 @@ def test_parse_document_with_too_many_values_raises_too_large_error_before_parsi
         parse_document(body)
 
 
+@pytest.mark.parametrize("parser", ["simdjson", "orjson"])
 @pytest.mark.parametrize("inner", ['"a": [1, [2], 3]', '"a": 1'])
 def test_parse_document_with_too_many_keys_in_object_or_nested_list_raises_too_large_error(
-    inner: str,
+    inner: str, parser: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if parser == "orjson":
+        monkeypatch.setattr(tensors, "_parse_lazily", lambda _: None)
     keys = ", ".join(f'"{number}": 1' for number in range(tensors.MAX_KEYS))
     for body in (
         f'{{"parameters": {{{keys}, {inner}}}}}',
