@@ -252,7 +252,7 @@ def test_observe_by_two_instances_records_each_interval_once(site: AnalysisSite)
     assert len(site.observe(other).state.intervals) == 6
 
 
-def test_observe_with_interval_appended_meanwhile_by_other_instance_adopts_it(
+def test_observe_while_other_instance_appends_same_interval_records_it_once(
     site: AnalysisSite, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other, create = site.restart(), LocalObjects.create

@@ -111,14 +111,14 @@ def test_flagger_rollout_is_shown_and_forgotten_by_namespace_and_name(
     assert client.send("GET", f"{path}85d557f47b").status_code == 404
 
 
-def test_flagger_without_usable_counts_neither_starts_nor_rolls_back(
+def test_flagger_hooks_with_failing_prometheus_permit_neither_start_nor_rollback(
     client: AnalysisClient,
 ) -> None:
     client.site.prometheus.status = 500
     assert list_open(client) == set(NOTES)
 
 
-def test_flagger_without_writable_state_neither_starts_nor_rolls_back(
+def test_flagger_hooks_with_failing_write_of_state_permit_neither_start_nor_rollback(
     client: AnalysisClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(self: LocalObjects, name: str, data: bytes) -> bool:
@@ -158,7 +158,7 @@ def test_flagger_with_invalid_payload_gets_400(
     assert call(client, hook, **changes) == 400
 
 
-def test_flagger_request_with_unknown_webhook_analysis_or_method_gets_404_or_405(
+def test_flagger_request_with_unknown_webhook_or_analysis_or_unsupported_method_gets_404_or_405(
     client: AnalysisClient,
 ) -> None:
     assert call(client, "load-test") == 404

@@ -254,7 +254,7 @@ def test_observe_with_state_in_memory_detects_deletion_by_other_instance(
     assert site.observe(other).state.head == 2
 
 
-def test_observe_after_forget_and_deletion_starts_again_in_instance_with_state_in_memory(
+def test_observe_after_forget_by_other_instance_starts_again_despite_state_in_memory(
     site: AnalysisSite,
 ) -> None:
     site.serve_traffic(2, **SAME)

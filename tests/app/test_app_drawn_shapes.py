@@ -60,7 +60,7 @@ def open_session(model: onnx.ModelProto) -> Any:
     return ort.InferenceSession(model.SerializeToString(), options)
 
 
-def test_decoder_of_image_files_returns_same_input_as_predict(example: Any) -> None:
+def test_decoder_of_image_files_returns_same_input_as_python_code(example: Any) -> None:
     files = sorted(SHAPES.iterdir())[:16]
     encoded = pad_rows([file.read_bytes() for file in files])
 
@@ -76,7 +76,7 @@ def test_decoder_of_image_files_returns_same_input_as_predict(example: Any) -> N
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_build_choice_selects_same_boxes_as_predict(example: Any, seed: int) -> None:
+def test_build_choice_selects_same_boxes_as_python_code(example: Any, seed: int) -> None:
     random = np.random.default_rng(seed)
     raw = random.uniform(1, 3, (3, 7, 144)).astype(np.float32)
     raw[:, 4:] = np.where(random.random((3, 3, 144)) < 0.08, random.uniform(-3, 4, (3, 3, 144)), -9)
@@ -111,7 +111,7 @@ def test_load_net_of_untrained_model_returns_its_weights_and_predict_no_objects(
     assert answers == []
 
 
-def test_build_choice_and_predict_rank_boxes_whose_scores_saturate(example: Any) -> None:
+def test_build_choice_and_choose_boxes_rank_boxes_whose_scores_saturate(example: Any) -> None:
     raw = np.full((1, 7, 144), -9, np.float32)
     raw[:, :4] = 2
     # In float32, the sigmoid of both is 0.9999974. The first place would win a tie.

@@ -93,7 +93,9 @@ def test_lease_end_while_models_are_loaded_is_extended(following: Following) -> 
     assert following.compute_lease_end(NOW + 5) == NOW + 5 + LEASE_S
 
 
-def test_lease_end_without_heartbeat_is_zero_until_it_returns(following: Following) -> None:
+def test_lease_end_after_timeout_without_heartbeat_is_zero_until_it_returns(
+    following: Following,
+) -> None:
     following.adopted = following.newest = replace(CANARY, judge_timeout_s=60.0)
     following.see_beat(7, NOW)
     assert following.compute_lease_end(NOW + 10) > 0

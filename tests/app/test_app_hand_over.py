@@ -118,7 +118,7 @@ def test_release_of_evaluation_passes_gates_and_promotes_without_running_user_co
     assert (again.exit_code, again.executed) == (0, ())
 
 
-def test_release_of_evaluation_of_other_commit_or_without_champion_promotes_nothing(
+def test_release_of_evaluation_of_other_commit_or_not_compared_with_champion_promotes_nothing(
     place: Path,
 ) -> None:
     root = place / "root"

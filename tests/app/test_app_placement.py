@@ -237,7 +237,7 @@ def test_remote_stage_with_other_store_raises_measurement_error_naming_both(
         ({"kind": StageKind.REGISTER}, "a worker does not execute register stages"),
     ],
 )
-def test_worker_with_other_versions_or_kinds_refuses_stage(
+def test_remote_stage_of_other_version_or_unsupported_kind_raises_measurement_error(
     asker: Project, worker: Project, changes: dict[str, Any], message: str
 ) -> None:
     stage = replace(train_stage(asker), **changes)
