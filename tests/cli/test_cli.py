@@ -257,7 +257,7 @@ def error_text(done: Result) -> str:
     return f"exit {done.code}\n{done.stdout}{done.stderr}"
 
 
-def test_check_of_wrong_yaml_reports_all_problems_with_places(
+def test_check_of_wrong_yaml_reports_several_problems_with_places(
     project: Path, golden: Golden
 ) -> None:
     (project / "wrong.yaml").write_text(WRONG, encoding="utf-8")

@@ -28,7 +28,7 @@ SILENT = StepReport(endpoint="digits", did="", why="waits", stable=True, registr
     ("steps", "code"),
     [([REFUSED, QUIET], 5), ([SILENT], 4), ([REFUSED, SILENT], 5), ([SILENT, QUIET], 0)],
 )
-def test_exit_after_steps_exits_with_5_if_refused_and_4_if_last_step_failed(
+def test_exit_after_steps_exits_with_5_if_refused_and_4_if_registry_is_down_at_last_step(
     steps: list[StepReport], code: int
 ) -> None:
     if not code:
@@ -137,7 +137,9 @@ def test_status_of_endpoint_of_other_state_folder_explains_it_and_suggests_no_re
     assert "starts it again" not in shown
 
 
-def test_print_json_keeps_library_output_out_of_stdout(capfd: pytest.CaptureFixture[str]) -> None:
+def test_handle_errors_with_json_output_redirects_library_output_to_stderr(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     @handle_errors
     def command(*, as_json: bool) -> None:
         sys.stdout.write("a library's greeting\n")

@@ -242,7 +242,7 @@ def test_judge_of_bfloat16_inputs_adds_casts(tmp_path: Path) -> None:
         ("good.onnx --system m:f --files . --batch 8", 2),
     ],
 )
-def test_judge_with_user_mistake_fails_before_measuring(
+def test_judge_with_hostile_file_or_mistake_fails_before_measuring(
     folder: Path, arguments: str, code: int, golden: Golden
 ) -> None:
     write_hostile(folder)
@@ -251,7 +251,7 @@ def test_judge_with_user_mistake_fails_before_measuring(
     golden("errors", done.stderr)
 
 
-def test_judge_imports_no_heavy_module(folder: Path) -> None:
+def test_judge_imports_no_module_of_mlflow_prefect_torch_sklearn_or_pydantic(folder: Path) -> None:
     code = (
         "import sys; from onnx_ops.cli.main import app; app(['judge', 'good.onnx', "
         "'good.onnx', '--only', 'parity', '--quiet'], "

@@ -48,7 +48,7 @@ RESULT = GateResult(
 
 
 @pytest.mark.parametrize("width", [24, 40, 60, 80, 120])
-def test_gate_report_at_any_width_keeps_words_whole(sink: io.StringIO) -> None:
+def test_gate_report_on_narrow_or_wide_terminal_keeps_words_whole(sink: io.StringIO) -> None:
     results = (RESULT, replace(RESULT, gate="latency", metric="ratio vs fp32"))
     gate_report(
         result_table(
@@ -77,7 +77,7 @@ def test_print_text_without_terminal_writes_one_line() -> None:
 
 
 @pytest.mark.parametrize("width", range(24, 60, 5))
-def test_print_text_at_any_width_keeps_intervals_whole(sink: io.StringIO) -> None:
+def test_print_text_on_narrow_terminal_keeps_intervals_whole(sink: io.StringIO) -> None:
     print_text(
         "[bold]{}[/bold], and {}",
         "1.349x [1.26, 1.445] the latency, of [0.02588 ms, 0.1 ms]",
