@@ -120,7 +120,7 @@ def test_quantize_with_unloadable_variant_names_input_and_remedy(tmp_path: Path)
 
 
 @pytest.mark.parametrize("method", ["auto", "graph", "onnxslim", "onnxoptimizer", "fixed-shapes"])
-def test_quantize_by_method_without_exclusions_does_not_name_exclude(
+def test_quantize_by_method_without_exclusions_suggests_other_method(
     method: str, tmp_path: Path
 ) -> None:
     with pytest.raises(MeasurementError, match="cannot load the quantized file") as caught:

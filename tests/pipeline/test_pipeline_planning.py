@@ -113,7 +113,7 @@ def test_plan_with_user_model_needs_no_training_data() -> None:
     assert brought.settings["model"] == "models/m.onnx"
 
 
-def test_plan_without_key_or_register_section_has_no_release_stages() -> None:
+def test_plan_without_key_or_register_section_ends_before_release_stages() -> None:
     last = (StageKind.REGISTER, StageKind.PROMOTE, StageKind.DEPLOY)
     for some in (
         planned(probe=TableProbe(key=None)),
