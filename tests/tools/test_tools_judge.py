@@ -116,7 +116,7 @@ def test_judge_of_correct_variant_passes_with_checks_of_its_method(
 
 
 @pytest.mark.parametrize("method", ["dynamic", "fp16", "weight-only"])
-def test_judge_of_variant_without_layer_fails_by_function(source: Path, method: str) -> None:
+def test_judge_of_variant_without_relu_fails_by_function(source: Path, method: str) -> None:
     derived = derive(source, method, FOUR_BITS if method == "weight-only" else {})
     found = judged(source, without_relu(derived), dataset_of(source))
     assert found.verdict is Verdict.FAIL
