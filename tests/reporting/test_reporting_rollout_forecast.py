@@ -85,13 +85,13 @@ def make_forecast(name: str) -> EndpointForecast:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_describe_forecast_of_policy_prints_each_step(name: str, golden: Golden) -> None:
+def test_describe_forecast_of_policy_returns_lines_of_each_step(name: str, golden: Golden) -> None:
     result = make_forecast(name)
     lines = [f"{'  ' * depth}{line}" for depth, line in describe_forecast(result)]
     golden("forecasts", "\n".join([*lines, "", summarize_forecast(result)]))
 
 
-def test_list_warnings_is_empty_except_with_little_traffic() -> None:
+def test_list_warnings_with_little_traffic_returns_two_and_with_enough_traffic_none() -> None:
     assert list_warnings(make_forecast("canary")) == []
     assert list_warnings(make_forecast("A/B test")) == []
     assert len(list_warnings(make_forecast("little traffic"))) == 2
