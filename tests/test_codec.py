@@ -166,7 +166,7 @@ def test_codec_dumps_returns_canonical_bytes() -> None:
 RESULT = {"gate": "size", "metric": "m", "limit": "l", "verdict": "pass", "reason": "r"}
 
 
-def test_codec_from_json_of_unchanged_result_document_succeeds() -> None:
+def test_codec_from_json_of_valid_result_document_succeeds() -> None:
     assert codec.from_json(RESULT, GateResult).verdict is Verdict.PASS
 
 
