@@ -35,7 +35,7 @@ def test_glossary_links_of_text_mark_first_use_of_each_term(text: str, linked: l
     assert re.sub(r'<a href="../glossary.md">([^<]+)</a>', r"\1", html) == without
 
 
-def test_glossary_links_of_page_without_address_are_absent() -> None:
+def test_glossary_links_of_page_without_address_leave_text_unchanged() -> None:
     html = Markdown(extensions=[GlossaryLinks(TERMS)]).convert("A gate.")
     assert html == "<p>A gate.</p>"
 
