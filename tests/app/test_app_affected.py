@@ -92,7 +92,7 @@ def test_affected_of_user_onnx_file_includes_its_external_data(
 @pytest.mark.parametrize(
     "folder", ["data", "./data", "data/../data", "{root}/data", "../{root.name}/data"]
 )
-def test_affected_of_data_finds_file_however_its_path_is_written(
+def test_affected_of_data_with_indirect_or_absolute_path_includes_its_file(
     project: Project, folder: str
 ) -> None:
     root = project.settings.root

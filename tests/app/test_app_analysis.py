@@ -132,7 +132,9 @@ def test_observe_after_max_duration_is_inconclusive(site: AnalysisSite) -> None:
     assert result.verdict.reason == "the rollout took longer than max_duration"
 
 
-def test_observe_of_abandoned_rollout_starts_again(site: AnalysisSite) -> None:
+def test_observe_of_rollout_without_observation_beyond_max_duration_starts_again(
+    site: AnalysisSite,
+) -> None:
     site.serve_traffic(5, **SAME)
     site.pass_time(3 * 86_400)
     result = site.observe()

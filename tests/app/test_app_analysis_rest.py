@@ -40,7 +40,9 @@ def make_counts(canary_errors: int = 0, **fields: object) -> dict[str, object]:
     }
 
 
-def test_analysis_api_starts_counts_shows_and_forgets_rollout(started: AnalysisClient) -> None:
+def test_analysis_api_starts_shows_and_forgets_rollout_and_adds_counts(
+    started: AnalysisClient,
+) -> None:
     verdict = started.send("GET", ROLLOUT).json()
     assert (verdict["verdict"], verdict["reason"]) == ("inconclusive", "no counts are recorded yet")
     for _ in range(2):

@@ -259,7 +259,9 @@ def test_init_into_repository_with_ci_only_writes_working_pipeline_without_regis
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
-def test_init_into_repository_with_preset_of_project_exits_with_2(tmp_path: Path) -> None:
+def test_init_into_repository_with_preset_for_new_projects_exits_with_2_and_writes_nothing(
+    tmp_path: Path,
+) -> None:
     options = ["init", "--into", str(tmp_path), "--from", "m.onnx", "--preset", "table"]
     assert CliRunner().invoke(app, options).exit_code == 2
     assert not list(tmp_path.iterdir())
@@ -323,7 +325,7 @@ def test_init_into_repository_with_one_data_set_finds_the_other(tmp_path: Path) 
     assert files == {"train": "data/train.csv", "test": "holdout.csv"}
 
 
-def test_choose_name_of_broken_project_returns_folder_name(tmp_path: Path) -> None:
+def test_choose_name_with_invalid_pyproject_file_returns_folder_name(tmp_path: Path) -> None:
     root = write(tmp_path / "My Model!", **{"pyproject.toml": "[project"})
     assert choose_name(root) == "my-model"
 
