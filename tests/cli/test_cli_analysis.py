@@ -53,7 +53,7 @@ def test_analysis_serve_answers_until_terminated(config: Path) -> None:
         ("0.0.0.0:0", "the service needs a token for an address other than loopback"),
     ],
 )
-def test_analysis_serve_on_invalid_or_public_address_exits_with_2(
+def test_analysis_serve_on_invalid_address_or_public_address_without_token_exits_with_2(
     config: Path, listen: str, what: str
 ) -> None:
     result = run_command("analysis", "serve", config, "--listen", listen, cwd=config.parent)

@@ -45,7 +45,7 @@ def test_console_serves_pages_until_signal(tmp_path: Path) -> None:
         (("--listen", "0.0.0.0:0"), 5, "ONNX_OPS_CONSOLE_TOKEN"),
     ],
 )
-def test_console_with_wrong_option_exits_with_error_code_and_message(
+def test_console_with_invalid_option_or_public_address_without_token_exits_with_2_or_5(
     tmp_path: Path, arguments: tuple[str, ...], code: int, expected: str
 ) -> None:
     (tmp_path / "onnx-ops.toml").touch()

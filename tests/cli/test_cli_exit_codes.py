@@ -58,7 +58,7 @@ def test_run_with_take_over_refuses_no_cache_only_for_stages_before_gates(
     assert message in done.stderr
 
 
-def test_rollout_status_watch_of_aborted_rollout_exits_with_1(
+def test_rollout_status_watch_of_rollout_aborted_meanwhile_exits_with_1(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     scene = begun()
@@ -72,7 +72,7 @@ def test_rollout_status_watch_of_aborted_rollout_exits_with_1(
     assert "last change of the version: abort: " in " ".join(capfd.readouterr().out.split())
 
 
-def test_rollout_status_of_ended_rollout_exits_with_1_only_with_watch(
+def test_rollout_status_of_earlier_aborted_rollout_exits_with_1_only_with_watch(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """A script that starts to watch late must not take the rollback for success."""

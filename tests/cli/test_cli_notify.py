@@ -106,7 +106,7 @@ def test_doctor_checks_each_notifier(
 TIMEOUT_S = 60.0
 
 
-def test_watch_sends_notifications_while_running_and_at_end(tmp_path: Path) -> None:
+def test_reconcile_watch_sends_notifications_while_running_and_at_end(tmp_path: Path) -> None:
     scene = Scene()
     scene.world.notifiers["chat"] = chat = FakeNotifier()
     events: list[WatchEvent] = []
@@ -134,7 +134,7 @@ def test_watch_sends_notifications_while_running_and_at_end(tmp_path: Path) -> N
     assert events[-1].why == "digits: v2 has all traffic"
 
 
-def test_watch_without_notifier_starts_no_thread(tmp_path: Path) -> None:
+def test_reconcile_watch_without_notifier_starts_no_thread(tmp_path: Path) -> None:
     scene = Scene()
     watcher = WatchLoop(scene.context, ReconcileQueue(), interval_s=1.0, on_event=lambda _: None)
     before = threading.active_count()

@@ -113,7 +113,9 @@ def run_side_by_side(console: Console, clock: list[float], jobs: int = 2) -> lis
     return lines
 
 
-def test_run_progress_of_concurrent_stages_shares_line_with_time_left(clock: list[float]) -> None:
+def test_run_progress_of_concurrent_stages_shows_them_in_one_line_with_time_left(
+    clock: list[float],
+) -> None:
     console = Console(file=io.StringIO(), force_terminal=True)
     assert run_side_by_side(console, clock) == [
         "[0/3 done] quantize/a, quantize/b …",

@@ -79,7 +79,9 @@ def test_quantize_to_slow_variant_prints_advice_with_setting(folder: Path) -> No
 
 
 @pytest.mark.parametrize("method", ["onnxslim", "onnxoptimizer"])
-def test_quantize_with_graph_pass_reports_size_and_time(folder: Path, method: str) -> None:
+def test_quantize_with_onnxslim_or_onnxoptimizer_reports_size_and_time(
+    folder: Path, method: str
+) -> None:
     said = run("model.onnx", "tidy.onnx", "--method", method)
     assert (
         read_model_info(folder / "tidy.onnx").inputs
