@@ -61,7 +61,9 @@ def test_gate_record_is_batchable_only_with_passed_batch_invariance(
     assert record_of(FakeWorld(), tmp_path, *invariance).batchable is batchable
 
 
-def test_gate_record_contains_measured_number_of_threads(tmp_path: Path) -> None:
+def test_gate_record_contains_number_of_threads_chosen_by_scheduling_measurements(
+    tmp_path: Path,
+) -> None:
     independent = BatchInvariance(output="y", rows=32, error=1e-7, ratio=1.0, changed=0.0)
     rates = {(1, 1): 50.0, (1, 16): 100.0, (2, 1): 60.0, (2, 10): 85.0}
     ways = tuple(

@@ -225,7 +225,7 @@ def test_benchmark_key_ignores_order_of_metric_gates() -> None:
     assert not changed(plan_with(*gates), plan_with(*reversed(gates))) & BENCHMARKS
 
 
-def test_changed_gates_change_gate_keys_but_no_benchmark_keys() -> None:
+def test_change_to_size_gate_changes_gate_keys_but_no_benchmark_keys() -> None:
     other = planned(replace(PIPELINE, gates=(SizeGate(max=999),)))
     assert changed(planned(), other) == pairs_of("gate") | RELEASE
 

@@ -344,7 +344,7 @@ def test_ordered_map_returns_results_in_order_of_items() -> None:
     assert list(ordered_map(2, work, range(10))) == list(range(10))
 
 
-def test_waiting_thread_pool_keeps_no_result_in_memory() -> None:
+def test_daemon_thread_pool_while_waiting_keeps_no_result_in_memory() -> None:
     with DaemonThreadPool[CountingHandler](1) as pool:
         reference = weakref.ref(pool.submit(CountingHandler).result())
         # The thread drops its reference shortly after the future has the result.
