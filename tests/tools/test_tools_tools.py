@@ -122,7 +122,7 @@ class TestProbing:
     @pytest.mark.parametrize(
         "dtype", ["float16", "float64", "int64", "int8", "uint8", "bool", "string"]
     )
-    def test_generate_samples_supports_each_tensor_type(self, dtype: str) -> None:
+    def test_generate_samples_of_supported_type_returns_rows_of_that_type(self, dtype: str) -> None:
         samples = generate_samples(
             [TensorSpec(name="x", dtype=dtype, shape=("n", 2))], count=40, dims={}
         )
