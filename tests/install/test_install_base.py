@@ -112,7 +112,7 @@ def check(call: Call, code: int, output: str) -> list[str]:
     return [f"onnx-ops {call.line}: {problem}:\n{output}" for problem in problems]
 
 
-def test_install_calls_include_each_command() -> None:
+def test_install_calls_include_each_top_level_command() -> None:
     names = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
     assert names - {call.arguments[0] for call in CALLS} == set()
 
