@@ -92,7 +92,9 @@ def read_epoch(site: ReplicaSite, epoch: int) -> EpochUnits | None:
     return next((each for each in reading.epochs if each.epoch == epoch), None)
 
 
-def test_user_of_four_replicas_gets_one_version_and_is_one_unit(canary: ReplicaSite) -> None:
+def test_user_of_four_replicas_gets_one_version_and_each_cell_counts_as_one_unit(
+    canary: ReplicaSite,
+) -> None:
     epoch, answers = ask_within_epoch(canary)
     met = {user: {each[user] for each in answers} for user in USERS}
     assert [user for user, versions in met.items() if len(versions) > 1] == []
