@@ -328,7 +328,7 @@ class EndpointProviderSuite:
         assert [self.scale(address, user=user) for user in users] == first
         assert set(first) == {2.0, 3.0}
 
-    def test_observe_of_split_returns_its_epochs(
+    def test_observe_of_split_returns_its_epoch_duration(
         self,
         provider: EndpointProvider,
         config: EndpointConfig,
