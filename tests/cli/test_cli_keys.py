@@ -172,7 +172,7 @@ def test_doctor_reports_trusted_keys_and_roles_without_key(project: Path) -> Non
 
 
 @pytest.mark.parametrize("signing", ["auto", "off"])
-def test_doctor_lists_keys_that_are_trusted_only_for_ledger_entries(
+def test_doctor_without_key_for_decisions_lists_ledger_keys_or_fails_if_signing_is_off(
     signing: str, project: Path
 ) -> None:
     from onnx_ops.cli.diagnosis import diagnose
