@@ -361,7 +361,9 @@ class TestCompare:
         assert found.verdict is Verdict.PASS
         assert "beyond_range:x1e3" in found.notes[0]
 
-    def test_compare_of_random_model_raises_measurement_error(self, tmp_path: Path) -> None:
+    def test_compare_of_model_with_random_outputs_raises_measurement_error(
+        self, tmp_path: Path
+    ) -> None:
         path = write_graph(tmp_path / "r.onnx", RELU.replace("Relu", "RandomNormalLike"))
         with pytest.raises(MeasurementError, match="differs between runs"):
             compared(path, path)
