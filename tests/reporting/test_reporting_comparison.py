@@ -103,7 +103,9 @@ def test_champion_comparisons_use_paired_evidence() -> None:
         ),
     ],
 )
-def test_champion_comparisons_without_other_champion_give_reason(mine: Evidence, part: str) -> None:
+def test_champion_comparisons_without_champion_or_with_same_files_give_reason(
+    mine: Evidence, part: str
+) -> None:
     (found,) = champion_comparisons([CHOICE], [mine])
     assert found.rows == ()
     assert part in found.note
@@ -152,7 +154,7 @@ def test_base_comparisons_of_same_rows_are_paired() -> None:
         ),
     ],
 )
-def test_base_comparisons_without_other_base_evidence_give_reason(
+def test_base_comparisons_without_evidence_or_with_files_of_release_or_champion_give_reason(
     mine: Evidence, base: BaseRelease, part: str
 ) -> None:
     (found,) = base_comparisons([CHOICE], [mine], base)

@@ -75,7 +75,9 @@ def test_tick_texts_of_common_ranges_have_no_more_digits_than_needed() -> None:
 @pytest.mark.parametrize(
     ("low", "high"), [(1.0, 1.0), (2.0, 1.0), (math.nan, 1.0), (0.0, math.inf)]
 )
-def test_axis_without_extent_raises_value_error(low: float, high: float) -> None:
+def test_axis_with_empty_reversed_or_nonfinite_range_raises_value_error(
+    low: float, high: float
+) -> None:
     with pytest.raises(ValueError, match="axis"):
         linear_ticks(low, high)
     with pytest.raises(ValueError, match="axis"):
