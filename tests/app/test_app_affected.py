@@ -121,7 +121,7 @@ def test_affected_of_data_behind_link_includes_link_and_its_file(project: Projec
         ("../shared", ()),
     ],
 )
-def test_affected_of_dvc_repository_includes_only_pointers_of_project(
+def test_affected_of_dvc_data_includes_pointer_and_lock_file_unless_repository_is_outside(
     project: Project, repo: str, expected: tuple[str, ...]
 ) -> None:
     root = project.settings.root
