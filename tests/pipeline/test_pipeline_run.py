@@ -185,7 +185,7 @@ def test_preview_predicts_stages_that_run_executes(spoilt: str | None) -> None:
     assert spoilt in would_run if spoilt else not would_run
 
 
-def test_run_notifies_observer_and_executor_of_all_stages() -> None:
+def test_run_notifies_observer_of_stages_and_executor_of_cached_stages() -> None:
     handler, watching = CountingHandler(), Watching()
     clock = FakeClock()
     run(PLAN, handler=handler, executor=watching, observer=watching, clock=clock)

@@ -38,7 +38,9 @@ def test_validate_of_unloadable_export_records_mismatch(tmp_path: Path) -> None:
     assert measured.mismatch
 
 
-def test_measure_parity_records_mismatch_only_if_outputs_are_nan(tmp_path: Path) -> None:
+def test_measure_parity_of_nan_outputs_records_nan_mismatch_and_of_finite_outputs_none(
+    tmp_path: Path,
+) -> None:
     path = write_graph(
         tmp_path / "m.onnx", "(float[batch,2] x) => (float[batch,2] y) { y = Log(x) }"
     )
