@@ -34,7 +34,9 @@ def site(tmp_path: Path) -> Iterator[AnalysisSite]:
         yield site
 
 
-def test_observe_of_equal_revisions_passes_after_minimum_requests(site: AnalysisSite) -> None:
+def test_observe_of_canary_as_good_as_stable_passes_after_minimum_requests(
+    site: AnalysisSite,
+) -> None:
     result = site.serve_traffic(4, **SAME)
     assert result.verdict.verdict == "inconclusive"
     assert result.verdict.waits_for == "80 of 100 requests"

@@ -115,7 +115,7 @@ def test_scaffold_of_ci_only_has_no_registry_endpoint_or_secret(tmp_path: Path) 
     assert not re.search(r"secrets\.|id-token|environment:", file.read_text(encoding="utf-8"))
 
 
-def test_recording_job_of_ci_only_equals_judge_except_for_step_event_runner_and_concurrency(
+def test_evaluate_job_of_ci_only_equals_judge_except_for_step_event_runner_and_concurrency(
     tmp_path: Path,
 ) -> None:
     scaffold(tmp_path / "fraud", "fraud", "ci-only")
