@@ -137,7 +137,7 @@ HOSTILE = "ok\x1b]0;owned\x07\x1b[2Jx\u202e\x9b31m\r\n::error::y\n  ::add-path::
 
 @pytest.mark.parametrize("terminal", [True, False])
 @pytest.mark.parametrize("service", ["", "GITHUB_ACTIONS", "TF_BUILD"])
-def test_console_with_hostile_text_escapes_control_sequences(
+def test_safe_console_with_hostile_text_escapes_control_sequences(
     terminal: bool, service: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("GITHUB_ACTIONS", "TF_BUILD"):
