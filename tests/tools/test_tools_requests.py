@@ -215,7 +215,7 @@ def test_generated_indices_reach_each_node_of_graph(chosen: str, tmp_path: Path)
     assert compared(a, b).verdict is (Verdict.PASS if "Identity" in chosen else Verdict.FAIL)
 
 
-def test_generate_samples_varies_size_of_each_free_dimension(tmp_path: Path) -> None:
+def test_generate_samples_varies_size_of_free_dimension_unless_it_is_given(tmp_path: Path) -> None:
     path = write_graph(
         tmp_path / "m.onnx", "(float[batch,seq,4] x) => (float[batch,seq,4] y) { y = Relu(x) }"
     )
