@@ -190,7 +190,7 @@ def test_load_pipeline_with_invalid_use_of_extension_raises_config_error(
 
 
 @pytest.mark.usefixtures("folder")
-def test_optimizer_of_page_with_unknown_option_raises_user_error() -> None:
+def test_read_options_of_optimizer_of_page_with_unknown_option_raises_user_error() -> None:
     optimizer: Optimizer = plugins.load("optimizers", "shared-weights")
     assert optimizer.options is not None
     with pytest.raises(UserError, match="did you mean 'min_bytes'"):

@@ -53,7 +53,9 @@ def test_provider_of_page_passes_conformance_suite(folder: Path) -> None:
     assert " passed" in run_suite(folder, "test_extra_endpoint.py")
 
 
-def test_provider_of_page_accepts_deployment(folder: Path, provider: EndpointProvider) -> None:
+def test_provider_of_page_accepts_options_of_deploy_section_of_page(
+    folder: Path, provider: EndpointProvider
+) -> None:
     (block,) = (block for block in blocks_of(PAGE) if block.language == "yaml")
     (folder / "prices.yaml").write_text(f"{PIPELINE}{block.text}\n", encoding="utf-8")
     installed = {"endpoints": plugins.names("endpoints")}
