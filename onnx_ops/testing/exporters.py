@@ -52,7 +52,7 @@ class ExporterSuite:
         assert model_info.ir_version == section.ir_version
         assert [spec.name for spec in model_info.inputs] == list(samples)
 
-    def test_export_at_each_batch_size_matches_source(
+    def test_export_at_several_batch_sizes_matches_source(
         self, exporter: Exporter, exported: tuple[object, Path], samples: Tensors
     ) -> None:
         feeds = tuple(
