@@ -103,7 +103,7 @@ def test_observe_of_first_interval_of_step_leaves_it_out(site: AnalysisSite) -> 
     assert result.state.left_out_reason == "the share of traffic before this interval is unknown"
 
 
-def test_observe_after_changed_weight_leaves_mixed_interval_out(site: AnalysisSite) -> None:
+def test_observe_after_changed_traffic_share_leaves_mixed_interval_out(site: AnalysisSite) -> None:
     site.serve_traffic(3, **SAME)
     mixed = site.serve_traffic(1, canary=(60, 0), stable=(140, 2)).state
     assert (len(mixed.intervals), mixed.left_out_reason) == (3, "the share of traffic changed")
