@@ -245,7 +245,7 @@ class EndpointProviderSuite:
             provider.apply(config, state, generation=generation)
             assert self.serves(provider, config, state.leader(), scale).is_equivalent(state)
 
-    def test_roll_back_without_model_files_changes_weights_only(
+    def test_roll_back_without_model_files_changes_traffic_weights_only(
         self,
         provider: EndpointProvider,
         config: EndpointConfig,
