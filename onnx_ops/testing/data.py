@@ -48,7 +48,7 @@ class DataSourceSuite:
         self, source: DataSource, section: DataSection, root: Path
     ) -> None:
         if isinstance(section, PluginData):
-            return
+            pytest.skip("the section of a plugin selects its source by name")
         other = PluginData(source="another", inputs={"x": "x"})
         with pytest.raises(UserError):
             source.load(other, root)
