@@ -194,7 +194,7 @@ def test_action_for_changed_pipeline_code_judges_it_and_keeps_one_comment(runner
     ]
 
 
-def test_action_for_unrelated_change_skips_check_and_comment(runner: Runner) -> None:
+def test_action_for_unrelated_change_posts_skipped_check_and_no_comment(runner: Runner) -> None:
     runner.propose({"README.md": "words"})
     assert runner.judge() == (0, 0)
     assert [check["conclusion"] for check in runner.github.checks] == ["skipped"]
