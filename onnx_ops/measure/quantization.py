@@ -74,7 +74,12 @@ def measure_activations(
     feeds = tuple(split_feeds(derived, samples))
     if activations and not feeds:
         raise MeasurementError(
-            "there are too few rows to measure the model's activations", where=derived.name
+            "the model's activations were not measured",
+            where=derived.name,
+            why=f"the first {min(count_rows(samples), ACTIVATION_ROWS)} rows fill no batch of "
+            "the model's fixed size",
+            remedy=f"Export the model with a free batch, or with one of at most {ACTIVATION_ROWS} "
+            "rows, and supply as many rows.",
         )
     measurements: list[ActivationMeasurement] = []
     with _without_integer_operators(derived) as readable, _balanced_like(derived, source) as exact:

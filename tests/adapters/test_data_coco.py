@@ -111,7 +111,10 @@ def test_load_missing_annotations_raises_not_found_error(root: Path) -> None:
         ({"bbox": [10, 20, 3, float("nan")]}, "annotation 1 has no box of four numbers within"),
         ({"image_id": None}, "annotation 1 has no 'image_id' that is an integer or a string"),
         ({"bbox": [10, 20, 10**400, 8]}, "annotation 1 has no box of four numbers within"),
-        ({"keypoints": [1, 2]}, "annotation 1 cannot be read: an annotation has 2 values"),
+        (
+            {"keypoints": [1, 2]},
+            "annotation 1 has 2 values of keypoints, but each keypoint needs three",
+        ),
         ({"keypoints": 3}, "annotation 1 has a 'keypoints' that is not a list of numbers within"),
         ({"keypoints": [1, 2, "2"]}, "annotation 1 has a 'keypoints' that is not a list"),
         ({"area": "large"}, "annotation 1 has a 'area' that is not a number within ±1e+15: large"),

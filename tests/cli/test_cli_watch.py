@@ -160,9 +160,7 @@ def test_mlflow_webhooks_install_check_and_repair_restore_changed_webhook(
         assert (repaired.did, repaired.ok) == (("events", "disabled"), True)
         client.update_webhook(webhook.webhook_id, secret="another secret of length")  # noqa: S106 (of a test)
         assert "401" in ours.check().problem
-        assert f"a different secret: run `onnx-ops webhooks install --url {url}" in (
-            ours.check().remedy
-        )
+        assert f"Otherwise, run `onnx-ops webhooks install --url {url}" in (ours.check().remedy)
         assert must(ours.repair(SECRET)).ok
         client.create_webhook("tested", f"{url}2", ["registered_model.created"])
         assert ours.install(url, SECRET).did == ("removed a duplicate",)

@@ -170,12 +170,12 @@ def _complete_points(
     Raises:
         UserError: the number of values does not fit the keypoints of the file.
     """
-    if points % 3:
-        what = (
-            f"{place} cannot be read: an annotation has {points} values of keypoints, but each "
-            "keypoint needs three"
+    if len(values) % 3:
+        raise UserError(
+            f"{place} has {len(values)} values of keypoints, but each keypoint needs three",
+            where=where,
+            remedy="Write x, y and visibility of each keypoint.",
         )
-        raise UserError(what, where=where)
     if len(values) not in (0, points):
         raise UserError(
             f"{place} has {len(values)} values of keypoints instead of 0 or {points}",

@@ -66,7 +66,8 @@ Errors of this machine's connection to MLflow's server have the same texts.
 
 _SERVER_ERROR = 500
 _STATUS_HINTS = {
-    401: "The receiver has a different secret: run `{install}` on the receiver's machine.",
+    401: "The receiver uses a different secret. If the secret was changed, restart "
+    "`onnx-ops reconcile --watch`. Otherwise, run `{install}` on the receiver's machine.",
     400: "Compare the clocks of MLflow's server and of the receiver, which must agree within "
     "minutes.",
     404: "Another program listens at the address, or the path does not end in /webhooks/mlflow.",
