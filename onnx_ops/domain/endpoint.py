@@ -197,8 +197,8 @@ _Effect: TypeAlias = tuple[Digest, bool, int, tuple[str, ...], Execution, tuple[
 def _effect(state: EndpointState) -> tuple[dict[str, _Effect], float | None, float]:
     """Return the parts of a state that decide whether states are equivalent.
 
-    These are each deployment with its shares of traffic and copies, by name; the tolerance of
-    shadow answers (None without copies); and the epoch.
+    These are the files, the execution and the shares of traffic and copies of each deployment, by
+    name; the tolerance of shadow answers (None without copies); and the length of an epoch.
     """
     weights, shadow = state.split.weights, state.split.shadow
     per_name = {

@@ -116,7 +116,9 @@ def _estimate_padded(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str 
         return None
     pads, axes = node.input[1:2], node.input[3:4]
     without_value = [""] if axes else []
-    return graph.copy(node, [before, *pads, *without_value, *axes])
+    # Before opset 11, the value is an attribute.
+    no_error = {"value": 0.0} if any(each.name == "value" for each in node.attribute) else {}
+    return graph.copy(node, [before, *pads, *without_value, *axes], attributes=no_error)
 
 
 def _estimate_joined(graph: ErrorGraph, node: onnx.NodeProto, name: str) -> str | None:

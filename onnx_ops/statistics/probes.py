@@ -468,7 +468,11 @@ def _mix_rows(array: Array, shape: tuple[int, ...], draw: np.random.Generator) -
 def _insert_values(
     samples: Tensors, rows: Rows, values: Sequence[float], at: Mapping[str, Bools]
 ) -> Tensors:
-    """Put a value into each row of each float input, at successive allowed places."""
+    """Put a value into each row of each float input.
+
+    The places of successive rows are spread evenly over the allowed ones. `values` are used in
+    turn.
+    """
     inputs = {name: array[rows] for name, array in samples.items()}
     for name, allowed in at.items():
         chosen = inputs[name]

@@ -198,6 +198,24 @@ def test_rounding_error_of_convolution_has_channel_axis_and_kernel_bound(tmp_pat
     )
 
 
+@pytest.mark.parametrize(
+    ("pad", "opset"),
+    [("Pad<pads=[0, 1, 0, 1], value=7.0>(z)", 10), ("Pad(z, pads, value)", 18)],
+)
+def test_rounding_error_of_pad_value_is_zero(tmp_path: Path, pad: str, opset: int) -> None:
+    path = write(
+        tmp_path / "m.onnx",
+        f"z = MatMul(x, w) y = {pad}",
+        opset=opset,
+        w=WEIGHT,
+        pads=np.array([0, 1, 0, 1]),
+        value=np.array(7, dtype=np.float32),
+    )
+    error = error_of(path)
+    assert not error[:, [0, -1]].any()
+    assert error[:, 1:-1].all()
+
+
 def test_rounding_outputs_of_transposed_channels_return_moved_axis(tmp_path: Path) -> None:
     path = write(
         tmp_path / "m.onnx",

@@ -50,9 +50,9 @@ def require_fixed(
 
 
 class SeenHeads:
-    """Store of the verified heads of ledgers, with one file for each endpoint.
+    """Store of the last verified entry of each ledger, with one file for each endpoint.
 
-    Heads are recorded only with a folder. Users who can change the ledger's storage must not have
+    Entries are recorded only with a folder. Users who can change the ledger's storage must not have
     write access to this folder. A damaged file, for example after a power failure, is ignored. With
     `is_read_only`, existing records are read, and nothing is recorded.
     """
