@@ -256,7 +256,7 @@ def test_installed_npm_packages_need_npm_again_only_if_marker_is_missing(
 def test_npm_packages_with_missing_version_raise_stage_error_with_npm_output(
     packages: NpmPackages,
 ) -> None:
-    with pytest.raises(StageError, match="cannot be created") as failure:
+    with pytest.raises(StageError, match="could not be created") as failure:
         packages.installed(("long@999.0.0",))
     assert "999.0.0" in failure.value.why
     assert not list(packages.folder.glob(f"*/{MARKER}"))

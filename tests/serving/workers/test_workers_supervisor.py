@@ -225,6 +225,6 @@ def test_publish_whose_binding_cannot_be_written_publishes_nothing(
     state = before.table.state
     changed = replace(state, split=TrafficSplit(weights={"old": 100, "new": 0}), generation=2)
     supervisor._orphans_ended.set()
-    with pytest.raises(ServiceUnavailableError, match="binding"):
+    with pytest.raises(ServiceUnavailableError, match="model and target of this server"):
         asyncio.run(asyncio.wait_for(supervisor.publish(changed, "al"), 20))
     assert site.publisher.current is before
