@@ -291,27 +291,18 @@ class MlflowConnection:
         return self._failed(text) if _reports_status(error) else self._unavailable(text)
 
     def _failed(self, why: str) -> ServiceUnavailableError:
-        remedy = (
-            "Check that the database is reachable and writable"
-            if self.is_database
-            else "Check the log of the server"
-        )
-        return ServiceUnavailableError(
-            "MLflow could not process the request",
-            where=self.shown,
-            why=self._clean(why),
-            remedy=remedy,
-        )
+        return self._describe("MLflow could not process the request", why, "Check the server's log")
 
     def _unavailable(self, why: str) -> ServiceUnavailableError:
+        return self._describe("MLflow does not answer", why, "Start the server or check its URL")
+
+    def _describe(self, what: str, why: str, server_remedy: str) -> ServiceUnavailableError:
         remedy = (
             "Check that the database is reachable and writable"
             if self.is_database
-            else "Start the server or check its URL"
+            else server_remedy
         )
-        return ServiceUnavailableError(
-            "MLflow does not answer", where=self.shown, why=self._clean(why), remedy=remedy
-        )
+        return ServiceUnavailableError(what, where=self.shown, why=self._clean(why), remedy=remedy)
 
     def _clean(self, text: str) -> str:
         """Return the first line of a message without the password of the URI."""

@@ -15,7 +15,7 @@ many independent requests.
 
 In an A/B test, a user's counts grow and stay on one side. The summed evidence of fixed users is
 then more alike from look to look than that of a martingale with the same variance. Therefore it
-crosses a boundary no more often (Slepian 1962, Bell Syst. Tech. J. 41:463-501).
+crosses a boundary at most as often (Slepian 1962, Bell Syst. Tech. J. 41:463-501).
 """
 
 from __future__ import annotations
