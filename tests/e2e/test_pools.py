@@ -48,7 +48,7 @@ def site(
 
     A worker serves the pool of a second target.
     """
-    for name, pool in ((POOL, POOL), (NOWHERE, "nobody")):
+    for name, pool in ((POOL, POOL), (NOWHERE, "without-workers")):
         path = released.root / "configs" / "targets" / f"{name}.yaml"
         path.write_text(TARGET.format(name=name, pool=pool), encoding="utf-8")
     with site_of(released, tmp_path_factory.mktemp("prefect"), prefect_api) as made:
@@ -133,8 +133,8 @@ def test_run_with_unfit_pool_machine_reports_error_verdict(site: PrefectSite) ->
 
 def test_run_with_missing_pool_names_command_to_create_it(site: PrefectSite) -> None:
     done = site.project.process(*command('benchmark.targets=["board-b"]'), environ=site.client)
-    assert "deployment work/nobody is missing" in done.stdout + done.stderr
-    assert "onnx-ops work --pool nobody" in done.stdout + done.stderr
+    assert "deployment work/without-workers is missing" in done.stdout + done.stderr
+    assert "onnx-ops work --pool without-workers" in done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
 
 
