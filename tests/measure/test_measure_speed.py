@@ -227,9 +227,9 @@ def test_derive_measurement_request_returns_measurements_and_tolerances_of_gates
 
 def test_plan_schedule_of_slow_model_reduces_blocks_and_runs() -> None:
     quick, slow, very_slow = (plan_schedule(run_s) for run_s in (1e-4, 5e-3, 1.0))
-    assert (quick.blocks, quick.runs) == (BLOCKS, RUNS)
-    assert (slow.blocks, slow.runs) == (BLOCKS // 2, RUNS)
-    assert (very_slow.blocks, very_slow.runs, very_slow.warmup) == (BLOCKS // 2, SHORT, SHORT)
+    assert (quick.blocks, quick.runs) == (BLOCKS[1], RUNS)
+    assert (slow.blocks, slow.runs) == (BLOCKS[0], RUNS)
+    assert (very_slow.blocks, very_slow.runs, very_slow.warmup) == (BLOCKS[0], SHORT, SHORT)
 
 
 def test_measure_speed_beyond_time_limit_ends_at_second_interim_analysis(
