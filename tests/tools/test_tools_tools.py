@@ -504,7 +504,7 @@ class TestBench:
         lines: list[str] = []
         found = raced(Scripted({model: 1.0}, noise=0.4), model, model, report=lines.append)
         assert found.verdict is Verdict.INCONCLUSIVE
-        assert "a limit of 25.3% would be kept" in found.decision.reason
+        assert "a limit of 18.4% would be kept" in found.decision.reason
         pairs = found.decision.results[0].n
         assert pairs is not None
         assert pairs >= FULL_RUN
