@@ -121,7 +121,7 @@ def run_in_a_thread(folder: Path) -> list[str]:
         pytest.param(run_in_a_thread, marks=pytest.mark.nightly),
     ],
 )
-def test_api_judge_from_script_module_notebook_or_thread_runs_caller_once(
+def test_api_judge_from_each_kind_of_caller_runs_caller_once(
     tmp_path: Path, style: Callable[[Path], list[str]]
 ) -> None:
     write_perceptron(tmp_path / "model.onnx")

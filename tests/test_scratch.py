@@ -88,14 +88,14 @@ def test_scratch_folder_of_killed_process_is_removed_by_next_sweep(temporary: Pa
     assert list(temporary.iterdir()) == []
 
 
-def test_scratch_folder_of_living_process_survives_sweep(temporary: Path) -> None:
+def test_scratch_sweep_leaves_folder_of_running_process(temporary: Path) -> None:
     with held(HOLDS) as (_, folder):
         os.utime(folder, (0, 0))
         sweep()
         assert (folder / "deep" / "er" / "model.onnx").exists()
 
 
-def test_scratch_folder_of_forked_process_survives_until_it_ends(temporary: Path) -> None:
+def test_scratch_sweep_leaves_folder_until_forked_process_ends(temporary: Path) -> None:
     with held(FORKS) as (process, folder):
         process.wait()
         sweep()

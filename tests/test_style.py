@@ -24,7 +24,7 @@ METAPHORS = {
 }
 """Metaphors in place of mechanisms: name the mechanism."""
 VAGUE = {"owed", "owing", "patience", "said", "spoken", "tell", "telling", "tells", "told", "wish"}
-"""Words that hide what a name holds: name the value."""
+"""Words that hide the value of a name: name the value."""
 SDK_PARTS = {"adapters", "console", "integrations", "orchestration", "serving"}
 """Parts of the package that import SDKs, or that have a separate contract."""
 _RIDDLES = re.compile(r"\b(nobody|owed|somebody|surely|tells?|told|whoever)\b", re.IGNORECASE)
@@ -106,7 +106,7 @@ def test_docstrings_contain_no_placeholders() -> None:
     assert found == []
 
 
-def test_contract_of_sdks_lists_all_parts_that_import_none() -> None:
+def test_import_contract_of_sdks_lists_each_part_that_imports_no_sdk() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     (listed,) = (
         contract["source_modules"]

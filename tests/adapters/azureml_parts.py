@@ -40,7 +40,7 @@ def config_of(cloud: AzureCloud, **options: str | float) -> EndpointConfig:
 
 
 def enter(environment: Mapping[str, str]) -> None:
-    """Set the fake's environment, and forget tokens and clients of other clouds."""
+    """Set the fake's environment, and delete cached tokens and clients of other clouds."""
     with warnings.catch_warnings():
         # marshmallow warns about the schemas of Azure's SDK.
         warnings.simplefilter("ignore")

@@ -47,7 +47,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def empty_site(sagemaker: FakeSageMaker, tmp_path_factory: pytest.TempPathFactory) -> Site:
-    """Return the fake in its initial state, and models that it does not know.
+    """Return the fake in its initial state, and models that are new to it.
 
     The fixture is made once for each module.
     """

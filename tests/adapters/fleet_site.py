@@ -197,7 +197,7 @@ class AzureFleet(FleetSite):
     def _post(
         self, path: str, body: bytes, headers: Mapping[str, str]
     ) -> tuple[http.client.HTTPResponse, bytes]:
-        # A client knows the address. To read it for each request would halve the rate of requests.
+        # The address is read once. Reading it for each request would halve the rate of requests.
         self._address = address = self._address or self.provider.address(self.config)
         if address is None:
             raise urllib.error.URLError("there is no endpoint")
@@ -218,7 +218,7 @@ class AzureFleet(FleetSite):
 
 @contextmanager
 def open_sagemaker_fleet(fake: FakeSageMaker, folder: Path) -> Iterator[SageMakerFleet]:
-    # A client of another store in this process keeps the address of that store.
+    # fsspec caches clients, and a client of another test uses the address of its own store.
     fsspec.get_filesystem_class("s3").clear_instance_cache()
     blue, green = make_models(folder / "models")
     yield SageMakerFleet(fake=fake, folder=folder, blue=blue, green=green)

@@ -60,7 +60,7 @@ class ReplicaProcesses:
     `control_url` and `reports_url` are URLs or paths.
 
     Args:
-        folder: holds a folder for each replica, and its log.
+        folder: contains a folder for each replica, and its log.
         keys: folder of the trusted public keys.
         environ: further variables of the followers.
     """

@@ -207,7 +207,7 @@ def test_dvc_fingerprint_of_branch_at_origin_only_equals_fingerprint_of_branch(
 
 
 @pytest.mark.parametrize("rev", ["v9", ""])
-def test_dvc_fingerprint_of_missing_revision_of_url_suggests_to_list_its_branches(
+def test_dvc_fingerprint_of_missing_revision_of_url_suggests_listing_of_branches_and_tags(
     repository: Repository, reads: DvcSource, rev: str
 ) -> None:
     repository.git("symbolic-ref", "HEAD", "refs/heads/gone")
@@ -238,7 +238,7 @@ def test_dvc_origin_after_change_of_head_of_url_returns_commit_of_new_head(
     assert reads.origin(section(repo=url), repository.root)["commit"] == commit
 
 
-def test_dvc_fingerprint_after_killed_fetch_suggests_to_delete_local_copy(
+def test_dvc_fingerprint_after_killed_fetch_suggests_deletion_of_local_copy(
     repository: Repository, reads: DvcSource
 ) -> None:
     url = repository.root.as_uri()

@@ -116,7 +116,7 @@ def test_local_server_after_kill_restarts_with_last_table_and_port(site: Site) -
     os.kill(first.pid, signal.SIGKILL)
     while site.provider.observe(CONFIG) is not None:
         pass
-    # The restarted server remembers generation 3.
+    # The restarted server also refuses a generation below 3.
     with pytest.raises(ConflictError):
         site.provider.apply(CONFIG, state, generation=2)
     assert site.observed() == replace(state, generation=3)
@@ -231,7 +231,7 @@ def test_local_server_record_of_process_without_lock_returns_none(site: Site) ->
             assert server.record() == trusted
 
 
-def test_local_apply_while_server_dies_restarts_server(site: Site) -> None:
+def test_local_apply_while_hung_server_is_killed_restarts_server(site: Site) -> None:
     site.apply(1, blue=100)
     first = site.record()
     os.kill(first.pid, signal.SIGSTOP)  # the server accepts but does not answer

@@ -32,7 +32,7 @@ def test_find_ends_after_restart_without_last_report_includes_previous_start() -
     assert find_ends(starts, {"r1": (status("r1"), NOW - 1)}, NOW) == set()
 
 
-def test_find_ends_of_server_that_outlived_follower_is_empty() -> None:
+def test_find_ends_after_follower_restart_with_same_server_is_empty() -> None:
     starts = {
         ReportSource("r1", OLD): (counts("a"), NOW - 60),
         ReportSource("r1", NEW): (counts("a"), NOW - 1),

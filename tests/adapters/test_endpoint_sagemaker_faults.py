@@ -150,9 +150,9 @@ def order(
 def test_sagemaker_apply_with_fault_at_any_request_keeps_serving(
     site: Site, load: RequestLoop, kind: str, lasting: bool, sweep: Sweep
 ) -> None:
-    """The client survives a transient fault, and reports a lasting one.
+    """The client retries after a transient fault, and raises an error for a lasting one.
 
-    It loses nothing.
+    In both cases, the endpoint serves and can be rolled back.
     """
     endpoint = Endpoint(site, f"s-{kind}-{int(lasting)}")
     requests = endpoint.requests()

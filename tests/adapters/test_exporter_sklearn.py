@@ -111,7 +111,7 @@ SOURCES: dict[str, tuple[Callable[[], Any], Callable[[], tuple[Any, Any]]]] = {
         lambda: sk("ensemble.GradientBoostingRegressor", n_estimators=4, random_state=0),
         DIABETES,
     ),
-    # The converter writes booleans where the file holds integers, which protobuf 7 rejects.
+    # The converter writes booleans into fields of integers, which protobuf 7 rejects.
     "histograms": (
         lambda: sk("ensemble.HistGradientBoostingRegressor", max_iter=20, random_state=0),
         holed,

@@ -218,7 +218,7 @@ class TestStoreThatFails:
         assert not end.is_set()
 
 
-def test_exclusive_lock_raises_conflict_error_only_while_holder_lives(tmp_path: Path) -> None:
+def test_exclusive_lock_raises_conflict_error_only_while_holder_runs(tmp_path: Path) -> None:
     lock = tmp_path / "folder" / "apply.lock"
     with (
         run_lock_holder(lock),

@@ -3,7 +3,7 @@
 Honest writers work with and without keys, and crash. An attacker can write the storage.
 
 After every attack, a reader gets an error or a state. Every grant in that state stands in an entry
-that an honest holder of the key has signed. A machine that remembers what it read loses no
+that an honest owner of the key has signed. A machine that records what it has read loses no
 rejection.
 """
 
@@ -179,7 +179,7 @@ class ForgedLedgers(RuleBasedStateMachine):
 
     @property
     def machine(self) -> ObjectLedger:
-        """Return the ledger as a process on the machine that remembers."""
+        """Return the ledger as a process on the machine that records what it has read."""
         return ObjectLedger(self.objects, KEYS, self.folder)
 
     def read(self, ledger: ObjectLedger) -> ReleaseState | None:
@@ -193,7 +193,7 @@ class ForgedLedgers(RuleBasedStateMachine):
     ) -> None:
         """Append what an honest process decides after it has read the ledger.
 
-        It runs on the machine that remembers.
+        It runs on the machine that records what it has read.
         """
         self.recover()
         ledger = ObjectLedger(self.objects, keys, self.folder)
@@ -206,7 +206,7 @@ class ForgedLedgers(RuleBasedStateMachine):
             endpoint=ENDPOINT, sequence=state.head + 1, at=self.now, actor="h", body=body
         )
         if is_granting := keys is KEYS or (keys is SECOND and len(state.keys) > 1):
-            # The body is signed even if the process dies before it is stored.
+            # The body is signed even if the process is killed before it is stored.
             self.granted.add(body)
         with suppress(LedgerConflictError, MissingKeyError, StorageError):
             ledger.append(entry)
@@ -216,7 +216,7 @@ class ForgedLedgers(RuleBasedStateMachine):
         after = self.read(self.machine)
         assert after is not None
         if is_granting:
-            # This also holds if the process died after the entry was stored.
+            # This also applies if the process was killed after the entry was stored.
             self.rejected = set(after.rejected)
         self.intact = dict(self.objects.data)
 

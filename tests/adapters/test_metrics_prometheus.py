@@ -37,8 +37,8 @@ LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 class Scraped:
     """A fake Prometheus that has scraped instances of an endpoint.
 
-    It records its queries. The last scrape was at `at`. `older_s` holds, by instance, how many
-    seconds earlier its scrape was.
+    It records its queries. The last scrape was at `at`. The scrape of an instance was earlier by
+    its number of seconds in `older_s`.
     """
 
     def __init__(self, instances: int = 1) -> None:

@@ -237,7 +237,7 @@ class Killed(BaseException):
 
 
 class Killing:
-    """A client that dies at call `at`, before (`after=False`) or after its effect."""
+    """A client that is killed at call `at`, before (`after=False`) or after its effect."""
 
     def __init__(
         self, client: Any, error: Callable[[], BaseException], *, at: int, after: bool

@@ -157,7 +157,7 @@ def delete_twice(site: AnalysisSite) -> None:
     ("rounds", "change"),
     [*((1, change) for change in range(1, 11)), *((2, change) for change in range(1, 3))],
 )
-def test_killed_deletion_leaves_whole_state_and_is_continued(
+def test_killed_deletion_leaves_complete_state_and_is_continued(
     site: AnalysisSite, monkeypatch: pytest.MonkeyPatch, change: int, rounds: int, after: bool
 ) -> None:
     site.serve_traffic(5, **SAME)
@@ -196,7 +196,7 @@ def test_read_during_deletion_returns_state_before_or_after_it(
 
 
 @pytest.mark.parametrize("read", range(1, 11))
-def test_deletion_during_read_leaves_reader_a_whole_state(
+def test_read_interrupted_by_deletion_returns_complete_state(
     site: AnalysisSite, monkeypatch: pytest.MonkeyPatch, read: int
 ) -> None:
     site.serve_traffic(5, **SAME)

@@ -32,7 +32,7 @@ def test_durations_record_keeps_last_duration_of_each_stage(tmp_path: Path) -> N
     assert durations.last == {}
     for name, seconds in (("export", 3.0), ("validate", 1.0), ("export", 2.0)):
         durations.record(name, seconds)
-    # A duration of 0 is unknown, for example if the worker died after it had stored the result.
+    # A duration of 0 is unknown, for example if the worker was killed after it stored the result.
     durations.record("validate", 0.0)
     assert Durations(path).last == {"export": 2.0, "validate": 1.0}
     assert [file.name for file in path.parent.iterdir()] == ["p.json"]

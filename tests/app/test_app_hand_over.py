@@ -56,7 +56,7 @@ def write_project(root: Path, *, strength: float = 1.0) -> None:
 
 
 def open_at(root: Path, state: Path, *, signing: str) -> Project:
-    """Return the project as one machine sees it."""
+    """Return the project with the state folder and signing mode of one machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ONNX_OPS_STATE", str(state))
         patch.setenv("ONNX_OPS_SIGNING", signing)

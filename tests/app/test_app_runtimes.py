@@ -206,8 +206,8 @@ def test_run_with_killed_runtimes_reports_errors_and_continues(root: Path, sweep
 def killed(*victims: Victim) -> Iterator[None]:
     """Stop and kill a process of each kind of victim below this one.
 
-    A process is stopped when it is seen, and killed while a request waits for it. A process that is
-    killed between two requests is replaced silently, so the next one is killed too.
+    A process is stopped when it is found, and killed while a request waits for it. A process that
+    is killed between two requests is replaced silently, so the next one is killed too.
     """
     done = threading.Event()
     hit: set[Victim] = set()

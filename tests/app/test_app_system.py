@@ -178,7 +178,7 @@ def test_check_of_source_with_parameter_model_and_isolated_exporter_reports_sour
 def test_comparison_with_hidden_parameter_model_and_isolated_exporter_raises_user_error(
     project: Project,
 ) -> None:
-    # The check of the file reads `def predict(row)`. It does not see that a later assignment
+    # The check of the file reads `def predict(row)`. It does not detect that a later assignment
     # replaces the function, as a decorator would.
     file = project.settings.root / "project.py"
     file.write_text(f"{CODE}\n\npredict = lambda row, model: 0\n")

@@ -1,8 +1,8 @@
 """Trials of releases on the fake clouds, with random operations and faults.
 
-A trial draws everything from its seed: the options of the machines, two to five operations of an
-operator, the faults of the cloud's control plane and of the object store, and the kills of the
-process. Time is virtual. Clients send requests throughout. In the end, the faults stop, and the
+A trial draws everything from its seed: the options of the machines, and two to five operations of
+an operator. The faults of the control plane and the object store, and the kills of the process, are
+drawn too. Time is virtual. Clients send requests throughout. In the end, the faults stop, and the
 reconciler runs until it has nothing to do. The end is then compared with what the operator wanted.
 
 Real: the release layer with its ledger, the providers, boto3 and the Azure SDK, followers, tables,

@@ -16,11 +16,11 @@ from tests.chaos.chaos_parts import MB, Make, Patient, post, status_of
 CONNECTIONS = 10_000
 SPARE_FILES = 200
 TOGETHER = 100
-"""Number of concurrent requests: fewer than a queue holds."""
+"""Number of concurrent requests: fewer than a queue admits."""
 
 
 def test_slow_senders_block_no_other_client_and_are_disconnected(patient: Patient) -> None:
-    """Fifty clients send one more byte of a header now and then.
+    """Fifty clients slowly send the bytes of a header.
 
     Other clients are served meanwhile, and the time limit disconnects the slow ones.
     """

@@ -35,7 +35,7 @@ BAD_BODIES = {
     "huge empty shape": tensor(shape=[0, 2, 1 << 40], data=[]),
     "binary size without binary": tensor(parameters={"binary_data_size": 1 << 40}, data=None),
 }
-"""Bodies that are too deep, hold numbers out of range, or announce missing data."""
+"""Bodies that are too deep, contain numbers out of range, or announce missing data."""
 
 
 @pytest.mark.parametrize("path", [INFER, "/invocations"])

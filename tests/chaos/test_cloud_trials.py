@@ -46,7 +46,7 @@ def test_random_trials_of_clouds_end_in_expected_state_without_lost_request(plac
 
 
 def test_run_trial_with_endpoint_that_keeps_old_version_reports_wrong_state(tmp_path: Path) -> None:
-    """The provider reports success of each update, and serves the first version for ever."""
+    """The provider reports success of each update, and always serves the first version."""
     apply, states = TrafficModes.apply, list[EndpointState]()
 
     def forget(

@@ -231,9 +231,9 @@ def test_rollout_of_healthy_candidate_reaches_full_traffic(site: Site) -> None:
 
 @pytest.mark.nightly
 def test_rollout_of_equal_model_near_event_loop_limit_finishes(site: Site) -> None:
-    """Of two equal versions, only one once ran on the event loop.
+    """Once, only one of two equal versions ran on the event loop.
 
-    One of them was rolled back for that.
+    For this reason, one of them was rolled back.
     """
     import onnxruntime as ort
 

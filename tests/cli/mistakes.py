@@ -171,7 +171,7 @@ def coded(old: str, new: str) -> Change:
 
 
 def unopened(root: Path) -> None:
-    """Write an object array, which only a pickle can hold."""
+    """Write an object array, which only a pickle can contain."""
     np.savez(root / "data/test.npz", x=np.array([{}, {}], dtype=object), y=np.arange(2))
 
 

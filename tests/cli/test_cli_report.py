@@ -18,7 +18,7 @@ PAGE = "<!doctype html><title>é</title>"
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder in a project whose registry holds two versions.
+    """Return a folder in a project whose registry contains two versions.
 
     digits/1 has a report, and digits/2 has none.
     """

@@ -31,7 +31,7 @@ ALIAS = "challenger-cpu-1t"
 def machine(tmp_path: Path) -> Iterator[Shell]:
     """Yield a shell in an empty home, beside the wheel of this tree.
 
-    No process that it starts outlives the test.
+    The processes that it starts are ended with the test.
     """
     wheels = tmp_path / "wheels"
     built = [

@@ -1,6 +1,6 @@
 """The site of the documentation.
 
-It builds strictly, holds every option, key and page, and loads nothing from elsewhere.
+It builds strictly, contains every option, key and page, and loads nothing from other hosts.
 """
 
 from __future__ import annotations

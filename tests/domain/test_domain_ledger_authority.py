@@ -24,7 +24,7 @@ def state() -> ReleaseState:
 
 
 def restore(roles: Roles, **weights: int) -> Action:
-    """Return an action of upkeep after which these roles hold."""
+    """Return a restoring action that sets these roles."""
     deployments = tuple(d for d in (roles.stable, roles.candidate) if d is not None)
     split = TrafficSplit(weights=weights)
     return Action(

@@ -1,4 +1,4 @@
-"""The rollout as a state machine: its promises hold for any order of events."""
+"""The rollout as a state machine: its invariants apply to any order of events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The axis of each input that holds rows."""
+"""The axis of the rows of each input."""
 
 from __future__ import annotations
 

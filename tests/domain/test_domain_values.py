@@ -152,7 +152,7 @@ def test_metric_definition_label_differs_for_each_value_of_option(
         ("", ("*",), True),
     ],
 )
-def test_is_among_accepts_unknown_user_only_with_wildcard(
+def test_is_among_accepts_listed_user_but_empty_name_only_with_wildcard(
     user: str, users: tuple[str, ...], expected: bool
 ) -> None:
     assert is_among(user, users) is expected

@@ -173,7 +173,7 @@ class PrefectSite:
     def wait_until_quiet(self) -> None:
         """Wait until no run of a schedule is in progress.
 
-        A worker fetches runs ahead of time, so that some of them outlive the schedule.
+        A worker fetches runs ahead of time, so some of them start after the schedule was deleted.
 
         A late run would release what its file describes, and undo what a later test does. Other
         runs belong to tests that share the server.

@@ -23,7 +23,7 @@ def first(project: Project) -> Any:
     return project.run()
 
 
-def test_first_run_judges_all_variants_and_chooses_release(first: Any) -> None:
+def test_first_run_judges_all_variants_and_chooses_passing_variant(first: Any) -> None:
     assert {d["variant"] for d in first["decisions"]} == set(VARIANTS)
     (choice,) = first["choices"]
     assert (choice["target"], choice["verdict"]) == ("cpu-1t", "pass")
