@@ -107,8 +107,9 @@ def write_model(path: Path, text: str, weights: Mapping[str, Any]) -> Path:
     return path
 
 
-# The following functions are the steps of the system for pictures. The steps before the model are
-# decode, resize and normalize. The steps after the model are softmax and label.
+# The following functions make the system for pictures, and alternative and faulty versions of its
+# steps. The steps before the model are decode, resize and normalize. The steps after the model are
+# softmax and label.
 
 
 def decode(path: str) -> Any:
@@ -319,8 +320,9 @@ def run_picture_model(x: Any, weights: Any) -> Any:
     return np.maximum(scores, 0).mean(axis=(2, 3)).astype(np.float32)
 
 
-# The following functions are steps of the system for objects. The steps before the model are
-# decode, letterbox and scale. The steps after it are boxes, threshold, suppress, limit and objects.
+# The following functions make the system for objects, and alternative and faulty versions of its
+# steps. The steps before the model are decode, letterbox and scale. The steps after the model are
+# boxes, threshold, suppress, limit and objects.
 
 
 def choose_boxes(rows: Any, threshold: float = 0.35) -> Any:
@@ -451,8 +453,9 @@ def make_objects(folder: Path, random: np.random.Generator, count: int) -> World
     )
 
 
-# The following functions are the steps of the system for texts. The steps before the model are
-# clean and tokens. The steps after the model are scores and answer.
+# The following functions make the system for texts, and alternative and faulty versions of its
+# steps. The steps before the model are clean and tokens. The steps after the model are scores and
+# answer.
 
 WORDS = tuple(
     f"{a}{b}{c}"
@@ -561,8 +564,9 @@ def make_texts(folder: Path, random: np.random.Generator, count: int) -> World:
     )
 
 
-# The following functions are the steps of the system for sounds. The steps before the model are
-# read, resample and frames. The steps after the model are softmax and label.
+# The following functions make the system for sounds, and alternative and faulty versions of its
+# steps. The steps before the model are read, resample and frames. The steps after the model are
+# softmax and label.
 
 
 def write_sounds(folder: Path, random: np.random.Generator, count: int) -> Path:

@@ -2,9 +2,9 @@
 
 Processors differ in the last digits of exponentials and logarithms.
 
-Each folder below `schema-N` holds evidence of that schema as a pipeline wrote it. It also holds its
-gates, and the decision that they led to. A change of a rule that changes a stored decision must be
-found here first.
+Each folder below `schema-N` contains evidence of that schema as a pipeline wrote it. It also
+contains its gates, and the decision that they led to. These tests must show each change of a rule
+that changes a stored decision.
 """
 
 from __future__ import annotations

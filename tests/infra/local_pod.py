@@ -66,7 +66,7 @@ class LocalPod:
 
     Args:
         api: has the ConfigMaps and Secrets of the pod.
-        folder: holds the volumes. A claimed volume is the folder with the name of its claim.
+        folder: contains the volumes. A claimed volume is the folder with the name of its claim.
         changes: variables with other values on this machine, such as ports.
         work: the working folder of the container.
         shared: further folder that the container can write.

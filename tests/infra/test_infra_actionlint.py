@@ -1,6 +1,6 @@
 """Workflows checked by actionlint.
 
-It knows the expressions, contexts and inputs that a schema cannot describe.
+actionlint checks expressions, contexts and inputs, which a schema cannot describe.
 
 It is the release in the npm registry, built for WebAssembly. actionlint's own releases are on
 GitHub only. `NEWER` lists features that GitHub has added since that release. No other finding is

@@ -1,6 +1,6 @@
 """The files in infra/, read by the tools for each format.
 
-The tests also check what the files promise.
+The tests also check the documented properties of the files.
 """
 
 from __future__ import annotations

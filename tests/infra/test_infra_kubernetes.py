@@ -211,12 +211,12 @@ def test_probes_use_live_path_for_restarts_and_ready_path_for_traffic() -> None:
     paths = {name: container[f"{name}Probe"]["httpGet"] for name in ("startup", "liveness")}
     for probe in (*paths.values(), container["readinessProbe"]["httpGet"]):
         assert probe["port"] == port["name"]
-    # Before the first table, a replica lives but is not ready.
+    # Before the first table, a replica is live but not ready.
     assert {probe["path"] for probe in paths.values()} == {"/v2/health/live"}
     assert container["readinessProbe"]["httpGet"]["path"] == "/v2/health/ready"
 
 
-def test_pod_without_lease_becomes_unready_before_it_refuses_requests() -> None:
+def test_readiness_probe_fails_within_notice_time_before_end_of_lease() -> None:
     probe = read_container()["readinessProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] + probe["timeoutSeconds"] < NOTICE_S
 

@@ -37,7 +37,7 @@ def project(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def scripts(project: Path) -> list[str]:
-    """List the texts of the project that hold commands."""
+    """List the texts of the project that contain commands."""
     files = [
         yaml.safe_load(file.read_text(encoding="utf-8"))
         for file in project.glob(".github/*/**/*.yml")

@@ -208,7 +208,7 @@ def make_project(folder: Path) -> None:
     )
     keys = folder / ".onnx-ops" / "keys"
     keys.mkdir(parents=True)
-    # This folder is what a server that has ended leaves behind.
+    # A server that has ended leaves this folder.
     (folder / ".onnx-ops" / "endpoints" / "digits").mkdir(parents=True)
     (keys / "signing.pub.pem").write_bytes(FakeSigner().public_pem())
     write_durably(keys / "signing.pem", FakeSigner().private_pem())

@@ -1,4 +1,4 @@
-"""Environments that hold only what the base of onnx-ops needs."""
+"""Environments that contain only what the base of onnx-ops needs."""
 
 from __future__ import annotations
 

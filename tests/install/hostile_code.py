@@ -2,8 +2,8 @@
 
 A test copies this file into the commit; it runs nowhere else.
 
-`attack.json` beside it holds `place`, the folder where each trick that runs stores what it could
-read.
+`attack.json` beside it contains `place`, the folder where each attack that runs stores what it
+could read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TRIED: list[str] = []
 
 
 def loot(trick: str) -> None:
-    """Write what a trick can read into the folder of the attack."""
+    """Write what an attack can read into its folder."""
     seen = {"argv": sys.argv, "environ": dict(os.environ), "cwd": str(Path.cwd())}
     name = f"{trick.replace('/', '_')}.{os.getpid()}"
     (PLACE / name).write_text(json.dumps(seen), encoding="utf-8")

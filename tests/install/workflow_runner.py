@@ -1,6 +1,6 @@
 """A program that runs the `run:` steps of a workflow as a runner of GitHub does.
 
-Its environment holds nothing of this project.
+Its environment contains nothing of this project.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Done:
 class Runner:
     """The machine of a job: `contexts` for expressions, `environ` for steps.
 
-    `origin` is the repository; `checkout` the workspace, with the commit of the event unless a job
-    checks out another; `artifacts` holds what the jobs of a run leave.
+    `origin` is the repository. `checkout` is the workspace, with the commit of the event unless a
+    job checks out another. `artifacts` contains what the jobs of a run leave.
     """
 
     origin: Path
@@ -216,7 +216,7 @@ class Runner:
 
 
 def _list_pipes(folder: str, names: list[str]) -> list[str]:
-    """Return the pipes among the files of a folder, which an archive cannot hold."""
+    """Return the pipes among the files of a folder, which an archive cannot contain."""
     return [name for name in names if (Path(folder) / name).is_fifo()]
 
 

@@ -35,7 +35,7 @@ WIDTH, CLASSES = 32, 4
 LOUD = 1000.0
 """Factor by which the first input is larger than the others.
 
-The input carries no information. In 8 bits, its range leaves no steps for the others.
+The input contains no information. In 8 bits, its range leaves no steps for the others.
 """
 
 SLOW = "cpu-slow"

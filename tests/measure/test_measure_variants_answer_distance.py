@@ -57,7 +57,7 @@ def test_describe_far_answers_of_variant_that_lacks_output_returns_its_name(tmp_
 
 
 @pytest.mark.parametrize("masks", [([1, 1], [1, 0]), ([0, 0], [0, 0])], ids=["other", "no"])
-def test_describe_far_answers_of_other_or_no_rows_returns_empty_text(
+def test_describe_far_answers_of_outputs_with_other_row_count_or_no_rows_returns_empty_text(
     tmp_path: Path, masks: tuple[list[int], list[int]]
 ) -> None:
     """A detector's number of boxes depends on its inputs."""
