@@ -85,7 +85,7 @@ KEYLESS = LedgerKeys(KEYS.verifier, lambda: None)
 
 @dataclass
 class Granted:
-    """Everything that an honest holder of the key has signed."""
+    """Everything that an honest owner of the key has signed."""
 
     bound: list[tuple[EndpointConfig, RolloutPolicy]] = field(default_factory=list)
     actions: list[Action] = field(default_factory=list)
@@ -559,7 +559,7 @@ class ForgedLedgers(RuleBasedStateMachine):
 
     @invariant()
     def no_rejection_is_lost(self) -> None:
-        """Only an honest holder of the key lifts rejections that this machine has read."""
+        """Only an honest owner of the key lifts rejections that this machine has read."""
         state = self.read(self.machine)
         if state is not None:
             assert set(state.rejected) >= self.rejected

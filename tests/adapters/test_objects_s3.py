@@ -35,7 +35,7 @@ class TestLedgerOnS3(ObjectLedgerSuite):
     """The ledger on Moto, which answers `If-None-Match: *` correctly.
 
     Moto checks and writes in two steps, so that two concurrent writers can both succeed there. S3
-    promises to do it in one step, which was not tried here.
+    is documented to do both in one step, which was not tried here.
     """
 
     processes = False

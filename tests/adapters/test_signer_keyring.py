@@ -85,7 +85,7 @@ def test_keyring_rotate_keeps_old_signatures_valid_and_signs_with_new_key(
     assert set(trusted.keys()) == {old, new, third}
 
 
-def test_keyring_rotate_of_key_created_elsewhere_keeps_it_trusted(
+def test_keyring_rotate_of_key_created_without_keyring_trusts_old_key(
     places: tuple[Path, Path],
 ) -> None:
     signing, trusted = places

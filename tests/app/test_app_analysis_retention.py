@@ -42,7 +42,7 @@ def list_files(site: AnalysisSite, key: RolloutKey = KEY) -> list[str]:
 
 
 def read_anew(site: AnalysisSite) -> AnalysisState:
-    """Return the state that an instance without memory reads."""
+    """Return the state that an instance without cached states reads."""
     return AnalysisLog(LocalObjects(site.folder / "state"), site.clock).read(KEY)
 
 

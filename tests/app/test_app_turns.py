@@ -1,7 +1,7 @@
 """Turns of measurements and other work.
 
 A measurement runs alone, and other work runs in parallel. Work with the same key runs one at a
-time. This holds for threads and processes.
+time. This applies to threads and processes.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class Patient:
     def bounded(self, growth: int) -> Iterator[None]:
         """Assert that the server's memory grows by less than `growth` bytes.
 
-        The limit holds for the memory after the block, and for the peak during it.
+        The limit applies to the memory after the block, and to the peak during it.
         """
         before = memory(self.server.processes()).rss
         peak = peak_memory(self.server.processes())

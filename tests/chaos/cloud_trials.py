@@ -162,7 +162,7 @@ class Trial:
         return replace(config_of(ENDPOINT), provider=name, options=options)
 
     def run(self) -> TrialResult:
-        """Carry out the operations, end the faults, and check the end."""
+        """Carry out the operations, end the faults, and check the final state."""
         began = self.clock.now()
         with self.place.begin(self.clock, self.plan, self.folder):
             self.cloud = TrialScene(self.place, self.folder, self.clock)

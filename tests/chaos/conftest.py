@@ -67,7 +67,7 @@ def plan() -> Callable[..., LoadPlan]:
 def many_files() -> Iterator[int]:
     """Raise the limit of open files to its maximum, and yield that.
 
-    The limit holds for this process and for the servers that it starts.
+    The limit applies to this process and to the servers that it starts.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -228,7 +228,7 @@ class TestUnreachableReplica:
         )
         until(
             lambda: reconcile(cut).pending_rollback is None,
-            "the debt",
+            "the end of the rollback",
             seconds=2 * (LEASE_S + DEADLINE_S),
         )
         assert time.monotonic() - began > LEASE_S
@@ -342,7 +342,7 @@ def test_replica_past_lease_refuses_requests_and_rollback_completes_without_it(
     assert reconcile(site).pending_rollback is not None
     until(
         lambda: reconcile(site).pending_rollback is None,
-        "the debt",
+        "the end of the rollback",
         seconds=2 * (LEASE_S + DEADLINE_S),
     )
     assert (refuses(site, "r2"), is_ready(site, "r1"), ask(site, "r1")) == (True, True, {"v1"})

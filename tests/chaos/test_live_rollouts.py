@@ -345,7 +345,7 @@ def test_roll_back_under_load_fails_no_request(site: Site) -> None:
 
 @pytest.mark.nightly
 def test_reconcile_under_load_restores_supervisor_without_failed_request(site: Site) -> None:
-    """The workers answer all the time.
+    """The workers answer throughout.
 
     The reconciler restarts the supervisor under load, and no request is dropped.
     """

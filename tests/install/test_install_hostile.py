@@ -68,7 +68,7 @@ def world(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def attack(root: Path, place: Path) -> list[str]:
-    """Write the files of the pull request; return the names of the tricks in them."""
+    """Write the files of the pull request; return the names of the attacks in them."""
     models = root / "models"
     shutil.copy(CODE, models / "attack.py")
     (models / "attack.json").write_text(json.dumps({"place": str(place)}), encoding="utf-8")

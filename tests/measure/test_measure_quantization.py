@@ -194,7 +194,7 @@ def test_measure_weights_with_unused_levels_reports_stretch(tmp_path: Path) -> N
 
 
 class TestBalancedChannels:
-    """Loud channels of a normalization are balanced with their weights.
+    """The channels with large values of a normalization are balanced with their weights.
 
     The checks take the balancing into account.
     """

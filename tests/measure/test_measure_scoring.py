@@ -184,7 +184,7 @@ def test_measure_metrics_of_accuracy_and_top_k_returns_counts(
 class TestEqualOutputs:
     """Two models with equal outputs for every row have an equal metric.
 
-    This holds however few rows are positive.
+    This applies however few rows are positive.
     """
 
     DEFINITIONS = (
