@@ -37,12 +37,12 @@ def console(
 ) -> None:
     """Serve read-only pages about endpoints, rollouts, history and releases.
 
-    The pages change nothing, and show the commands that would. They are kept up to date. Endpoints
-    and ledgers are read at most once in --interval, whatever the number of viewers, and only while
-    a page is open. A read costs a provider what `status` costs.
+    The pages change nothing, and show the commands that would. They are updated automatically.
+    Endpoints and ledgers are read at most once in --interval, whatever the number of viewers, and
+    only while a page is open. A read costs a provider what `status` costs.
 
     Beyond loopback, viewers need a token: the variable ONNX_OPS_CONSOLE_TOKEN, or the file
-    .onnx-ops/console.token. A browser asks for it as a password.
+    .onnx-ops/console.token. A browser prompts for the token as a password.
 
     Example: onnx-ops console --listen 127.0.0.1:8660
     """

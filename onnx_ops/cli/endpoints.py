@@ -95,7 +95,7 @@ def status(
         context, HistoryFilter(endpoints=tuple(endpoints or ()), model=model, target=target)
     )
     if orphans:
-        with working("status", "asking the providers", quiet=as_json):
+        with working("status", "querying the providers", quiet=as_json):
             survey = find_orphans(context, names)
         hint = (
             "`onnx-ops prune MODEL` shows what it would remove: orphans of the model's endpoints, "
@@ -107,7 +107,7 @@ def status(
             lambda: codec.to_json(survey), lambda: _orphan_report(survey, hint), as_json=as_json
         )
         raise typer.Exit(4 if survey.silent else 0)
-    with working("status", "asking the endpoints", quiet=as_json):
+    with working("status", "querying the endpoints", quiet=as_json):
         statuses, errors = read_statuses(context, names)
 
     def report() -> None:
@@ -224,7 +224,7 @@ def prune(
         return
     context = open_project().context
     with working(
-        "prune", "reading what there is", *(["removing"] if yes else []), quiet=as_json
+        "prune", "reading versions and resources", *(["removing"] if yes else []), quiet=as_json
     ) as progress:
         done = plan(context)
         if yes:
@@ -448,7 +448,7 @@ def _print_replicas(servers: Sequence[EndpointServer], written_off: Collection[s
         )
         for server in servers
     ]
-    print_table(("  replica", "state", "table", "heard", "lease", "address"), rows)
+    print_table(("  replica", "state", "table", "reported", "lease", "address"), rows)
 
 
 def _describe_server_state(server: EndpointServer, *, is_written_off: bool) -> str:
@@ -547,7 +547,7 @@ def _print_runs(*, as_json: bool) -> None:
     Exit with 4 if no running worker takes a waiting stage.
     """
     project = open_project()
-    with working("status", "asking Prefect", quiet=as_json):
+    with working("status", "querying Prefect", quiet=as_json):
         pools = project.running().pools.read_status()
     if as_json:
         print_json(codec.to_json(pools))
@@ -612,7 +612,7 @@ def _orphan_report(survey: OrphanSurvey, hint: str = "") -> None:
 
 def _prune_report(plan: PrunePlan, now: float, *, removed: bool) -> None:
     """Print what a prune removes, or would remove."""
-    fate = markup("[yellow]{}[/yellow]", "removed" if removed else "would go")
+    fate = markup("[yellow]{}[/yellow]", "removed" if removed else "would be removed")
     leaving = [
         (model, version, fate) for model, versions in plan.remove.items() for version in versions
     ]

@@ -326,7 +326,7 @@ def run(
 
     The main stages are train, export, validate, quantize, benchmark, gate, register and deploy.
     Stored results are reused. With --jobs, several pipelines, or the stages of one, run in
-    parallel; a measurement has the machine to itself.
+    parallel; a measurement runs alone on the machine.
 
     Training code can read all that this command can read, including the key. To protect the key,
     run twice, on two machines or as two users. The first run has no key and uses --until gate and

@@ -359,7 +359,7 @@ def recheck(
     """Benchmark the champions again, and judge them by the gates of their release.
 
     Use this command after an upgrade or on a new machine. It repeats the benchmark of each
-    champion's release on the current machine. It keeps the measurement in the store, and changes
+    champion's release on the current machine. It stores the measurement, and changes
     neither the ledger, the registry nor an endpoint.
 
     Exit code: 1 if a champion fails a gate that passed before, else 4 if one could not be

@@ -197,7 +197,7 @@ def _move_rollout(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Carry out a command to a rollout, and reconcile its endpoint."""
+    """Execute a command on a rollout, and reconcile its endpoint."""
     from onnx_ops.release.notify import send_pending_each
     from onnx_ops.release.reconcile import StepReport, reconcile_until_stable
 

@@ -116,10 +116,7 @@ class AnalysisServiceConfig:
     keep: Annotated[
         Seconds,
         Ge(DAY),
-        doc(
-            "Time after a rollout's last entry, after which the rollout is deleted; "
-            "at least its `max_duration`."
-        ),
+        doc("Time from a rollout's last entry to its deletion; at least its `max_duration`."),
     ] = 30 * DAY
     analyses: Annotated[Mapping[Name, AnalysisSettings], MinLen(1), doc("Analyses by name.")]
 
@@ -132,8 +129,8 @@ def load_analysis_config(path: Path) -> AnalysisServiceConfig:
 
     Raises:
         NotFoundError, UserError: the file is missing, or cannot be read.
-        ConfigError: the file has problems; the error holds their positions. The rules of analyses
-            are checked only if each value is valid.
+        ConfigError: the file has problems; the error contains their positions. The rules of
+            analyses are checked only if each value is valid.
     """
     document: Document = read_document(path)
     binding = bind_document(document, AnalysisServiceConfig)

@@ -123,7 +123,7 @@ class TargetFiles:
             remedy = (
                 hint
                 or f"Targets here: {', '.join(names) or 'none'}. "
-                f"Built-in targets: {', '.join(profiles)}."
+                f"Shipped targets: {', '.join(profiles)}."
             )
             raise NotFoundError(f"no target is called {name!r}", where=where, remedy=remedy)
         document = read_document(path)

@@ -111,7 +111,7 @@ class AccessControl:
     def _find_refusal(self, method: str, headers: Headers) -> Response | None:
         """Return the response that refuses a request; None if the request is permitted."""
         if method not in ("GET", "HEAD"):
-            text = "The console only shows. Its pages have the commands that change something.\n"
+            text = "The console changes nothing. Its pages show commands that change something.\n"
             return PlainTextResponse(text, status_code=405, headers={"allow": "GET, HEAD"})
         if self._hosts is not None:
             host = headers.get("host", "").lower()

@@ -165,7 +165,7 @@ class _EventStream:
         if request.method == "HEAD":
             return Response(media_type="text/event-stream")
         if self._followers >= _MAX_FOLLOWERS:
-            text = "Too many pages are open; this one is not kept up to date.\n"
+            text = "Too many pages are open; this page is not updated.\n"
             return PlainTextResponse(text, 503)
         return StreamingResponse(self._iterate(), media_type="text/event-stream")
 

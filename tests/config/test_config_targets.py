@@ -66,7 +66,7 @@ def test_load_target_with_unknown_name_suggests_similar_name_or_lists_names(proj
         TargetFiles(project).load("cpu-1")
     with pytest.raises(
         NotFoundError,
-        match=r"Targets here: cpu-1t, old\. Built-in targets: "
+        match=r"Targets here: cpu-1t, old\. Shipped targets: "
         "browser-wasm, coreml, cpu-1t,",
     ):
         TargetFiles(project).load("desktop")

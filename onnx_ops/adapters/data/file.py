@@ -46,7 +46,7 @@ _POINTER = b"version https://git-lfs"
 class FileSource(DataSource):
     """Data sets of `file: PATH`, a path in the project or a pinned address.
 
-    A folder is accepted if it holds images, or test data of an ONNX model. No pickled data is
+    A folder is accepted if it contains images, or test data of an ONNX model. No pickled data is
     loaded.
     """
 
@@ -111,7 +111,7 @@ def _require_rows(folder: Path, where: str) -> None:
             "the folder contains neither images nor test data of an ONNX model",
             where=where,
             remedy="Name one .npz file or table, a folder of PNG and JPEG files, or a folder that "
-            "holds test_data_set_0.",
+            "contains test_data_set_0.",
         )
 
 

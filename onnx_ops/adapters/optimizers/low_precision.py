@@ -335,4 +335,4 @@ def _explain_exclusion(weight: str, source: Any) -> str:
     nodes = [node for node in source.graph.node if weight in (*node.input, *node.output)]
     if nodes and all(node.name for node in nodes):
         return f"Add {', '.join(node.name for node in nodes)} to `exclude`."
-    return "Give each node that holds or uses this weight a name, and add the names to `exclude`."
+    return "Give each node that defines or uses this weight a name, and add the names to `exclude`."
