@@ -8,7 +8,7 @@
     result                      # in a notebook: the command's screen
 
 Files, endpoints and settings are those of the project around the working directory. A command that
-cannot be carried out raises one of `onnx_ops.errors`, with place, cause and remedy. A failed gate
+cannot be executed raises one of `onnx_ops.errors`, with place, cause and remedy. A failed gate
 or stage, a problem that `check` finds, or an endpoint that does not answer `status`, only sets the
 exit code. Progress is printed on standard error.
 """
@@ -83,9 +83,9 @@ def judge(
         baseline: The model in use: a file, folder, `models:/NAME/VERSION` or URL.
         candidate: The model that is to replace it. With `system="package.module:predict"` and
             `files=Path(…)`, the first model is the candidate, and your own code the baseline.
-        data: Rows: a file, or arrays by input name, whose first axis counts rows. By default, rows
-            are generated.
-        labels: Name of the labels' array in `data`. If `data` holds arrays, also the labels
+        data: Rows: a file or folder, or arrays by input name, whose first axis counts rows. By
+            default, rows are generated.
+        labels: Name of the labels' array in `data`. If `data` contains arrays, also the labels
             themselves, one per row.
         metric: accuracy, f1, auc, mae, rmse, cosine … or `package.module:function`. By default, the
             kind of labels determines it.
@@ -141,7 +141,7 @@ def check(*files: str | Path, overrides: Sequence[str] = ()) -> Result:
 
     Problems in the files raise no exception: the document lists the problems. If the only file
     cannot be read, the document describes this error. In both cases, the exit code is 2. It is 4 if
-    all problems are packages or credentials that this machine lacks.
+    this machine is the cause of all problems, for example because a package is missing.
     """
     from onnx_ops.cli.pipelines import check as command
     from onnx_ops.errors import UserError

@@ -63,7 +63,7 @@ def sign_record(record: _R, signer: Signer) -> Attested[_R]:
     """Return the record in an envelope signed by the signer.
 
     Raises:
-        ValueError: the record holds NaN, an infinity, or a string that UTF-8 cannot encode.
+        ValueError: the record contains NaN, an infinity, or a string that UTF-8 cannot encode.
     """
     statement = {
         "_type": STATEMENT_TYPE,
@@ -96,7 +96,7 @@ def verify_bytes(
     Raises:
         InvalidSignatureError: no trusted key has signed the payload; the error is about the first
             signature.
-        UserError: the file of a trusted key cannot be read, or holds another kind of key.
+        UserError: the file of a trusted key cannot be read, or contains another kind of key.
     """
     signed, refused = _pre_authentication(payload_type, payload), None
     for signature in signatures:
@@ -149,7 +149,7 @@ def verify_envelope(
     Raises:
         InvalidSignatureError: no trusted key has signed the envelope, or it lacks a valid record of
             this kind.
-        UserError: the file of a trusted key cannot be read, or holds another kind of key.
+        UserError: the file of a trusted key cannot be read, or contains another kind of key.
     """
     try:
         record = read_envelope(envelope, kind, where=where).record
@@ -187,7 +187,7 @@ def verify_authority(deployment: Deployment, verifier: Verifier) -> Record:
             error is raised for a decision with another verdict than PASS. It is also raised if the
             record does not match the deployment: model, variant, release, files, evidence,
             batching, threads or execution settings. An override must also match the version.
-        UserError: the file of a trusted key cannot be read, or holds another kind of key.
+        UserError: the file of a trusted key cannot be read, or contains another kind of key.
     """
     where = f"{deployment.model}/{deployment.version}"
     if deployment.authority is None:
@@ -272,7 +272,7 @@ The empty name is the folder itself.
 
 
 def is_encoded_keys(text: str) -> bool:
-    """Return whether a setting of trusted keys holds keys in base64, and not a path."""
+    """Return whether a setting of trusted keys contains keys in base64, and not a path."""
     return text.startswith(_ENCODED)
 
 
@@ -312,7 +312,7 @@ class TrustedKeys:
         """Return the keys in base64 of DER, separated by commas.
 
         Raises:
-            UserError: a file cannot be read, or holds another kind of key than ECDSA P-256.
+            UserError: a file cannot be read, or contains another kind of key than ECDSA P-256.
         """
         return ",".join(self.public().values())
 
@@ -320,7 +320,7 @@ class TrustedKeys:
         """Return the keys in base64 of DER, by digest.
 
         Raises:
-            UserError: a file cannot be read, or holds another kind of key than ECDSA P-256.
+            UserError: a file cannot be read, or contains another kind of key than ECDSA P-256.
         """
         return {
             digest: base64.b64encode(_der(key)).decode()
@@ -331,7 +331,7 @@ class TrustedKeys:
         """Return the digests of the trusted keys.
 
         Raises:
-            UserError: a file cannot be read, or holds another kind of key than ECDSA P-256.
+            UserError: a file cannot be read, or contains another kind of key than ECDSA P-256.
         """
         return tuple(sorted(self._load()))
 
@@ -340,7 +340,7 @@ class TrustedKeys:
 
         Raises:
             InvalidSignatureError: the key is not trusted, or the signature is invalid.
-            UserError: a file cannot be read, or holds another kind of key than ECDSA P-256.
+            UserError: a file cannot be read, or contains another kind of key than ECDSA P-256.
         """
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.asymmetric.ec import ECDSA

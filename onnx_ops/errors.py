@@ -9,7 +9,7 @@
     ├── MissingPackageError (4)        an optional package is not installed
     ├── InfrastructureError (4)        the machine or a service failed, not the model
     │   ├── ServiceUnavailableError    a server does not answer
-    │   ├── StillPendingError          a request was accepted and is not carried out yet
+    │   ├── StillPendingError          a request was accepted and is not completed yet
     │   ├── AlarmRollbackError         an alarm of the provider rolled a deployment back
     │   ├── StorageError               the disk is full, or a file or folder is not accessible
     │   ├── StageError                 a stage crashed, was killed or timed out
@@ -95,7 +95,7 @@ class Problem:
     `line` and `column` count from 1; they are 0 if the position is unknown. `path` names the key,
     such as `train.with.seed`, or is empty.
 
-    `environment` marks a problem of this machine: the file is valid, and a package or credential is
+    `environment` marks a problem of this machine: the file is valid, and for example a package is
     missing.
     """
 
@@ -135,7 +135,7 @@ class ConfigError(UserError):
 
 
 class NotReadyError(ConfigError):
-    """A valid file that needs a package or a credential that this machine lacks."""
+    """A valid file that needs something that this machine lacks, such as a package."""
 
     exit_code = 4
 
@@ -174,7 +174,7 @@ class ServiceUnavailableError(InfrastructureError):
 
 
 class StillPendingError(InfrastructureError):
-    """A request that was accepted and is not carried out yet."""
+    """A request that was accepted and is not completed yet."""
 
 
 class AlarmRollbackError(InfrastructureError):

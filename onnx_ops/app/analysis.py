@@ -60,7 +60,7 @@ T = TypeVar("T")
 _ATTEMPTS = 8
 """Number of attempts to record, if other instances record at the same time."""
 _LOCKS = 64
-"""Number of locks; all rollouts whose keys have the same remainder share a lock."""
+"""Number of locks; rollouts whose keys' hashes have the same remainder share a lock."""
 FRESH_S = 300.0
 """Maximum age of counts in seconds, unless three times `recording_s` is longer.
 
@@ -350,7 +350,11 @@ class AnalysisService:
         return state
 
     def _answer(self, state: AnalysisState, *, is_ready: bool = False) -> AnalysisAnswer:
-        """Return the recorded verdict, or `inconclusive` if it does not hold any more."""
+        """Return the recorded verdict if it is current, or `inconclusive`.
+
+        The verdict `fail` is always current. Other verdicts are current until the rollout has
+        lasted for `max_duration`, or the last counts are too old.
+        """
         now = self._clock.now()
         verdict = state.verdict
         if verdict is None:

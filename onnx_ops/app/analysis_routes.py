@@ -16,7 +16,8 @@ Most kinds are answered with 200 only for `pass`. There are these exceptions:
 - `rollback`: 200 only for `fail`, since Flagger then rolls back.
 - `confirm-rollout` and `pre-rollout`: the canary has no traffic yet. 200 if the counts of the
   stable revision are recorded, and the verdict is not `fail`.
-- `confirm-traffic-increase`: Flagger also asks before the first traffic, which is permitted once.
+- `confirm-traffic-increase`: Flagger also calls this webhook before the first traffic, which is
+  permitted once.
 - `post-rollout` and `event`: nothing depends on the status.
 """
 

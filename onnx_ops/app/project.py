@@ -71,7 +71,7 @@ def check(
 
     Raises:
         UserError: the file cannot be read.
-        ConfigError: the file has problems; the error holds all that were found.
+        ConfigError: the file has problems; the error contains all that were found.
         NotReadyError: the only problems are those of this machine, such as a missing package.
     """
 

@@ -92,8 +92,8 @@ class Document:
     def written(self, loc: Loc) -> Loc:
         """Return the location as written in the file.
 
-        A file can write a single entry without its list; its location then has no index. If a part
-        is missing from the file, the result ends with this part.
+        A file can contain a single entry without its list; its location then has no index. If a
+        part is missing from the file, the result ends with this part.
         """
         value, parts = self.value, []
         for part in loc:

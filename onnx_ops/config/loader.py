@@ -153,7 +153,7 @@ def load_policy(path: Path) -> LocatedPolicy:
 
     Raises:
         NotFoundError, UserError: The file is missing, or cannot be read.
-        ConfigError: The file has problems; the error holds all of them.
+        ConfigError: The file has problems; the error contains all of them.
     """
     document = read_document(path)
     policy: PromotionPolicy | None = bind_document(document, PromotionPolicy).value

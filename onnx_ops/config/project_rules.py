@@ -162,11 +162,10 @@ def _list_paths(draft: Draft, targets: Mapping[str, Target]) -> Iterator[tuple[L
 def _list_packages(draft: Draft, targets: Mapping[str, Target]) -> Iterator[tuple[Loc, str]]:
     """Yield the packages whose libraries the targets load, with their locations.
 
-    Packages that an extra of onnx-ops provides are left out.
+    Packages that an extra of onnx-ops provides are left out, because the user has chosen to
+    install this extra.
     """
     for loc, library in _list_libraries(draft, targets):
-        # Packages of an extra are left out, because the user has chosen to install this extra of
-        # onnx-ops.
         if library.package and not has_extra(library.package):
             yield loc, library.package
 

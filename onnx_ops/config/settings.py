@@ -147,7 +147,7 @@ class Settings:
 
     @property
     def seen(self) -> Path:
-        """Folder of the last entries that this machine has seen of each ledger."""
+        """Folder of the last entries that this machine has verified of each ledger."""
         return self.state / "seen"
 
     @property
@@ -275,7 +275,7 @@ def _check_values(given: FileSettings) -> Iterator[tuple[str, str]]:
 
 
 def _read_notifiers(text: str) -> Any:
-    """Return the entries of `notify` that a text holds, before they are bound.
+    """Return the entries of `notify` that a text contains, before they are bound.
 
     The text is a list as JSON, or names of notifiers separated by commas.
     """

@@ -221,7 +221,7 @@ class Pages:
 
         Raises:
             NotFoundError: the version or its report does not exist.
-            ServiceUnavailableError: the registry does not answer.
+            OnnxOpsError: the snapshot or the registry cannot be read.
         """
         detail = await self._find_release(model, version)
         return await self._reads.get(

@@ -34,7 +34,7 @@ _TABLE = "metadata"
 
 
 def has_images(folder: Path) -> bool:
-    """Return whether a folder, or a folder below it, holds images."""
+    """Return whether a folder, or a folder below it, contains images."""
     return any(path.suffix.lower() in _SUFFIXES for path in folder.rglob("*"))
 
 

@@ -14,7 +14,7 @@ from onnx_ops.ports.data import Array
 
 
 def has_test_data(folder: Path) -> bool:
-    """Return whether a folder, or a folder below it, holds sets of test data."""
+    """Return whether a folder, or a folder below it, contains sets of test data."""
     return bool(_list_sets(folder))
 
 

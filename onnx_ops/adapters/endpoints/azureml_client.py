@@ -131,7 +131,8 @@ class AzureClient:
     def ml(self) -> MLClient:
         """The SDK's client of the workspace.
 
-        For clouds that the SDK does not know, its creation requests the cloud's metadata.
+        If the SDK lacks the settings of the cloud, the creation of the client requests the
+        cloud's metadata.
         """
         with translate_errors(self.owner):
             return _ml_client(self.workspace, self.options.api_timeout)
@@ -485,7 +486,7 @@ def _ml_client(workspace: Workspace | None, answer_s: float, *, registry: str = 
     """Return a client of a workspace or of a registry.
 
     Raises:
-        InfrastructureError: the SDK does not know the name of the Azure cloud.
+        InfrastructureError: the name of the Azure cloud is unknown to the SDK.
     """
     from azure.ai.ml import MLClient
     from azure.ai.ml._utils import _azureml_polling, _endpoint_utils

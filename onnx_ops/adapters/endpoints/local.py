@@ -63,7 +63,7 @@ these ports.
 _PORTS = 10_000
 _OBSERVE_S = 5.0
 _DEATH_S = 2.0
-"""Seconds to wait until a dead server has released its lock.
+"""Seconds to wait until an ended server has released its lock.
 
 A process releases its ports a little before its lock.
 """
@@ -103,7 +103,7 @@ class LocalOptions(ContainerOptions):
 
 
 class LocalEndpoints(EndpointProvider):
-    """Provider that keeps each endpoint in `folder/<endpoint>/`.
+    """Provider that stores the files of each endpoint in `folder/<endpoint>/`.
 
     Only the owner of an endpoint's folder can read its files. Servers verify signatures with the
     public keys in the folder `trusted`. If `trusted` is None, they load any model.
@@ -217,7 +217,7 @@ class LocalEndpoints(EndpointProvider):
         )
 
     def is_unsupervised(self, config: EndpointConfig) -> bool:
-        """Return whether workers answer requests although their supervisor has died."""
+        """Return whether workers answer requests although their supervisor has ended."""
         server = self._server(config)
         port = self._known_port(server, config)
         return (

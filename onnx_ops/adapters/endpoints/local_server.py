@@ -86,7 +86,7 @@ class LocalServer:
         return record if record.pid == pid else None
 
     def is_orphaned(self) -> bool:
-        """Return whether workers run although their supervisor has died.
+        """Return whether workers run although their supervisor has ended.
 
         A new server replaces such workers.
         """
@@ -135,7 +135,7 @@ class LocalServer:
                 },
                 start_new_session=True,
             )
-        # This thread reaps the server process if it dies before this process.
+        # This thread reaps the server process if it ends before this process.
         threading.Thread(target=process.wait, name="reap-server", daemon=True).start()
         for _ in attempts(_START_S, 0.02):
             record = self.record()

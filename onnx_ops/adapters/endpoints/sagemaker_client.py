@@ -286,7 +286,7 @@ class GenerationFence:
             return answer["Body"].read(), str(answer["ETag"])
 
     def _put(self, key: str, data: bytes, **condition: str) -> str | None:
-        """Write an object; return its ETag, or None if the condition does not hold."""
+        """Write an object; return its ETag, or None if the condition is not met."""
         s3, bucket = self._client.clients("s3"), self._client.options.bucket
         with translate_errors(self._client.endpoint):
             answer = write_conditionally(

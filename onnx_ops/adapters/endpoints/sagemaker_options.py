@@ -148,8 +148,8 @@ class SageMakerOptions(AwsAccess, LeaseOptions, ContainerOptions):
     def guarded(self) -> bool:
         """Whether SageMaker updates the one variant blue/green, with `alarms` if set.
 
-        This holds for strategy `guarded`, and for `traffic: table`, where the instances split the
-        traffic between versions.
+        This is the case for strategy `guarded`, and for `traffic: table`, where the instances split
+        the traffic between versions.
         """
         return self.is_table or self.strategy == "guarded"
 

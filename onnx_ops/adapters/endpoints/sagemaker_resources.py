@@ -34,8 +34,7 @@ from onnx_ops.protocol.server_process import DEPLOYMENT_FILE, MODEL_FOLDER
 PART_BYTES = 64 << 20
 """Size of the parts of a multipart upload; S3 requires at least 5 MiB."""
 _NAMES = {"model": "Model", "endpoint_config": "EndpointConfig"}
-"""Names of resources in requests and answers, by their names in operations.
-"""
+"""Names of resources in requests and answers, by their names in operations."""
 _UPLOAD = "#"
 """Separator between key and id in the name of an incomplete upload."""
 _UNUSED = "neither the live endpoint nor a needed version uses it"

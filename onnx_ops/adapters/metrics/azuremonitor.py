@@ -41,7 +41,7 @@ _WINDOW = 10 * _MINUTE
 _MODEL_ERROR = "424"
 """Azure's status if the status of the container is not 200.
 
-`modelStatusCode` holds the container's status.
+`modelStatusCode` contains the container's status.
 """
 _P50, _P99 = "RequestLatency_P50", "RequestLatency_P99"
 

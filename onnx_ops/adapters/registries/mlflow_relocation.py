@@ -27,7 +27,7 @@ _LOCATIONS = (
     ("model_versions", "source"),
     ("model_versions", "storage_location"),
 )
-"""Tables and columns of MLflow that hold locations."""
+"""Tables and columns of MLflow that contain locations."""
 
 
 def relocate_artifacts(database: Path, root: Path) -> tuple[str, ...]:
