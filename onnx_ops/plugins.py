@@ -160,7 +160,7 @@ def distribution(kind: str, name: str) -> str | None:
 
 @functools.lru_cache(maxsize=256)
 def _distribution(path: tuple[str, ...], kind: str, name: str) -> str | None:
-    """Return the name of the distribution that offers a plugin.
+    """Return the name of the distribution that offers a plugin; None if it is unknown.
 
     The result is cached, since each access parses the distribution's metadata, and a plan needs the
     name for each stage.

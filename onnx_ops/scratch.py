@@ -37,7 +37,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CLOSED = (errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EROFS)
 """Error numbers of an inaccessible path.
 
-They are denied access, a read-only file system, or a file in place of a folder.
+The causes are denied access, a read-only file system, or a file in place of a folder.
 """
 _FREE = (
     "Free some disk space and run the command again; completed stages are cached. "

@@ -205,6 +205,7 @@ class StageHandler:
 
         Raises:
             NotFoundError: a module, or a file in `depends`, no longer exists.
+            UserError: a file is not valid Python.
         """
         settings: Mapping[str, Any] = stage.settings
         code = collect_user_code(modules, self.context.root)
@@ -283,7 +284,7 @@ def was_compared(context: Context, model: str, evidence: Evidence) -> bool:
 def _is_current(context: Context, registration: Registration) -> bool:
     """Return whether the registry has a registration's versions and their evidence.
 
-    The result is False for another registry. It is False if a later registration replaced the
+    The result is False for another registry. It is also False if a later registration replaced the
     evidence, for example after a gate was changed and changed back. It is also False if the
     registry does not answer: the stage then runs, raises the error, and is retried as configured.
     """

@@ -485,6 +485,8 @@ def execute(
     Raises:
         MissingPackageError: a package that a stage needs is not installed; nothing was done.
         RefusedError: an endpoint would continue to run without a pipeline, and `abandon` is empty.
+        ConflictError: another process is changing an endpoint that is abandoned.
+        MissingKeyError: no key on this machine can sign that an endpoint is abandoned.
         UserError: an existing endpoint cannot be changed as the file declares.
         StorageError: the disk is full, or a file or folder cannot be used.
     """

@@ -54,7 +54,7 @@ class LocalServer:
     """The server of one folder: a supervisor and its workers.
 
     The server runs while its process holds the lock. The system releases the lock when the process
-    dies. So a stale record or a reused process id is never trusted or given the token.
+    ends. So a stale record or a reused process id is never trusted or given the token.
     """
 
     def __init__(

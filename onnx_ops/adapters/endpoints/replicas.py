@@ -324,6 +324,7 @@ class ReplicaEndpoints(EndpointProvider):
 
         Raises:
             MissingKeyError: this process has no key, and signed tables of the version are missing.
+            ConflictError: a state of a later generation is published.
         """
         seen = self._look(config, with_replicas=False)
         current = None if seen.newest is None else seen.newest.table.state

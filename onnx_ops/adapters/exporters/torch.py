@@ -328,7 +328,8 @@ def _load_translations(section: Export) -> Mapping[Any, Any] | None:
     The result is None if the section does not name a table.
 
     Raises:
-        UserError: the section names an object that is not a table of functions.
+        MissingPackageError, NotFoundError: the module, a package or the table is missing.
+        UserError: the module raises an error, or the object is not a table of functions.
     """
     if not section.translations:
         return None

@@ -142,6 +142,7 @@ class MlflowRegistry:
                 signed decision is too long, or the experiment was deleted in MLflow.
             RefusedError: a model's weights are not all among the files.
             DigestMismatchError: the files do not match the manifest.
+            ServiceUnavailableError: MLflow or its artifact storage does not answer.
         """
         model, about = _valid_name(publication.model), publication.about
         for record in publication.variants:
@@ -282,6 +283,7 @@ class MlflowRegistry:
 
         Raises:
             NotFoundError: the version does not exist.
+            ServiceUnavailableError: MLflow does not answer.
         """
         self._version(model, version)
         with self._mlflow.session(f"alias {alias} of {model}") as client:
