@@ -95,7 +95,7 @@ _IDENTITY_SETTINGS = (
 # Slots would break options classes that inherit from two bases.
 @dataclass(frozen=True, kw_only=True)
 class AwsAccess:
-    """Region, profile and timeout of requests to AWS.
+    """Region, profile and time-out of requests to AWS.
 
     If `region` or `profile` is empty, boto3 determines it.
     """

@@ -160,7 +160,7 @@ def make_role_remedy(*denied: str) -> str:
 
 
 def build_timeouts(api_timeout_s: float) -> dict[str, float]:
-    """Return timeouts for clients of the SDK, which waits five minutes by default."""
+    """Return time-outs for clients of the SDK, which waits five minutes by default."""
     return {"connection_timeout": min(10.0, api_timeout_s), "read_timeout": api_timeout_s}
 
 

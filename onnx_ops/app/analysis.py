@@ -157,6 +157,7 @@ class AnalysisService:
             NotFoundError: there is no such analysis.
             UserError: both revisions are the same.
             RefusedError: the rollout was started with other revisions, or another policy.
+            InfrastructureError, ConflictError: the state cannot be read or recorded.
         """
         self.get_settings(key.analysis)
         _require_different(stable, canary)
@@ -183,6 +184,7 @@ class AnalysisService:
 
         Raises:
             NotFoundError: the analysis is unknown, or the rollout was not started, or is forgotten.
+            InfrastructureError: the state cannot be read.
         """
         self.get_settings(key.analysis)
         state = self._log.read(key)
@@ -200,6 +202,7 @@ class AnalysisService:
             NotFoundError: the analysis is unknown, or the rollout was not started, or is forgotten.
             RefusedError: the interval was sent with other counts, the time of the counts is in the
                 future, or counts of this analysis come from Prometheus.
+            InfrastructureError, ConflictError: the state cannot be read or recorded.
         """
         self.get_settings(key.analysis)
         if key.analysis in self._counters:
@@ -235,6 +238,7 @@ class AnalysisService:
 
         Raises:
             NotFoundError: there is no such analysis.
+            InfrastructureError, ConflictError: the state cannot be read or recorded.
         """
         self.get_settings(key.analysis)
 

@@ -463,7 +463,7 @@ def _withdraw(
         raise UserError(
             "no endpoint is named",
             where="--withdraw",
-            remedy="Run onnx-ops rollback --withdraw ENDPOINT --reason WHY",
+            remedy="Run `onnx-ops rollback --withdraw ENDPOINT --reason WHY`.",
         )
     withdrawn = {
         name: withdraw_request(context, name, reason=reason, actor=actor) for name in names
@@ -488,7 +488,7 @@ def _write_off(
         raise UserError(
             "exactly one endpoint must be named",
             where="--write-off",
-            remedy="Run onnx-ops rollback ENDPOINT --write-off REPLICA --reason WHY",
+            remedy="Run `onnx-ops rollback ENDPOINT --write-off REPLICA --reason WHY`.",
         )
     is_new = write_off_server(context, names[0], server, reason=reason, actor=actor)
     text = "is written off; no rollback waits for it" if is_new else "was already written off"

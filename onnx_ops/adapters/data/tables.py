@@ -581,7 +581,7 @@ def _convert_texts(arrow: Any, column: Any, where: str) -> Array:
     If one long text would widen all others, the array contains Python objects.
 
     Raises:
-        UserError: a text contains a zero byte.
+        UserError: a text contains a null byte.
     """
     import numpy as np
 

@@ -121,7 +121,7 @@ class MlflowRegistry:
                     where=self._mlflow.shown,
                     why="a database stores no files",
                     remedy="Set the argument artifact_root (setting `artifacts`) to a folder or "
-                    "s3://…, or use a tracking server",
+                    "s3://…, or use a tracking server.",
                 )
             self._artifact_root = str(database.parent / "mlartifacts")
         if (

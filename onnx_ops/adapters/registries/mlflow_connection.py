@@ -264,7 +264,7 @@ class MlflowConnection:
                 "MLflow refused the request",
                 where=where,
                 why=text,
-                remedy="Ask an administrator of this MLflow server for the permission",
+                remedy="Ask an administrator of this MLflow server for the permission.",
             )
         if code in ("INVALID_PARAMETER_VALUE", "RESOURCE_ALREADY_EXISTS"):
             return UserError("MLflow rejected the request", where=where, why=text)
@@ -273,7 +273,7 @@ class MlflowConnection:
                 "MLflow does not accept the credentials",
                 where=self.shown,
                 remedy="Set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, "
-                "or MLFLOW_TRACKING_TOKEN",
+                "or MLFLOW_TRACKING_TOKEN.",
             )
         return self._unavailable(text) if _is_unanswered(error) else self._failed(text)
 

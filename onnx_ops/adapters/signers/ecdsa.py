@@ -121,7 +121,7 @@ def create_key(path: Path) -> EcdsaSigner:
             "the files of the signing key cannot be written",
             where=str(path),
             why=str(error),
-            remedy="Choose a writable folder",
+            remedy="Choose a writable folder.",
         ) from error
     return signer
 
