@@ -35,12 +35,12 @@ For model inputs and outputs, the names are ONNX names, and axis 0 is the batch.
 class Dataset:
     """Model inputs by ONNX name, and labels if there are any.
 
-    All arrays have the same number of rows. As loaded from a source, an input can hold its rows on
+    All arrays have the same number of rows. As loaded from a source, an input can have its rows on
     any axis. As inputs of a model, all arrays have their rows on axis 0. `values` are inputs that
     are the same for all rows.
 
     `group` numbers the group of each row, where the pipeline names an array of groups. Otherwise,
-    `columns` holds such numbers for arrays other than inputs and the label, if these arrays can
+    `columns` contains such numbers for arrays other than inputs and the label, if these arrays can
     show which rows form a group. `features` are the names of a matrix's columns, where the pipeline
     joins columns of a table.
     """
@@ -80,7 +80,7 @@ class Dataset:
     def put_rows_first(self, axes: Mapping[str, int], remedy: str = "") -> Dataset:
         """Return the data set with the rows of its inputs on axis 0.
 
-        `axes` are the axes that hold the rows; 0 for an input without an entry.
+        `axes` are the axes of the rows; 0 for an input without an entry.
 
         Raises:
             UserError: an input does not have the data set's number of rows on its axis.
@@ -90,7 +90,7 @@ class Dataset:
             axis = axes.get(name, 0)
             if array.ndim <= axis or array.shape[axis] != count:
                 what = (
-                    f"input {name!r} of shape {tuple(array.shape)} does not hold {count} rows on "
+                    f"input {name!r} of shape {tuple(array.shape)} does not have {count} rows on "
                     f"axis {axis}"
                 )
                 raise UserError(what, where="data", remedy=remedy)

@@ -20,7 +20,7 @@ from onnx_ops.ports.tree import Tree
 class ExportRequest:
     """Input of an exporter.
 
-    `samples` holds real inputs by ONNX name. `ordered` states whether the pipeline declares the
+    `samples` contains real inputs by ONNX name. `ordered` states whether the pipeline declares the
     order of the inputs. A model that takes several inputs without names requires this order.
     `features` are the names of the columns of a matrix, where they are known. `axes` is the axis of
     the rows of each input in `samples`, if it is not axis 0; None for an input without rows.

@@ -17,10 +17,11 @@ from onnx_ops.ports.plugin import Plugin
 class OptimizeRequest:
     """Input of an optimizer.
 
-    `calibration` holds inputs by ONNX name; None if the pipeline declares no calibration. Its rows
-    are on axis 0. `values` are inputs that are the same for all rows. `machines` are the distinct
-    kinds of machine of the variant's targets. `ranges` are what `read_ranges` has read from the
-    calibration rows, in parts. Without `ranges`, the optimizer reads the rows.
+    `calibration` contains inputs by ONNX name; None if the pipeline declares no calibration. Its
+    rows are on axis 0. `values` are inputs that are the same for all rows. `machines` are the
+    distinct kinds of machine of the variant's targets. `ranges` are the files that `read_ranges`
+    has written, one for each part of the calibration rows. Without `ranges`, the optimizer reads
+    the rows.
     """
 
     section: Quantize

@@ -153,8 +153,8 @@ class Registry(Protocol):
 class Ledger(Protocol):
     """Append-only logs, one per endpoint.
 
-    A model and target without endpoint have a log, too (`MODEL@TARGET`). Of two writers that follow
-    the same entry, only one succeeds. Methods that read or write raise StorageError or
+    A model and target without an endpoint have a log too (`MODEL@TARGET`). Of two writers that
+    follow the same entry, only one succeeds. Methods that read or write raise StorageError or
     ServiceUnavailableError if the storage fails.
     """
 

@@ -1,4 +1,4 @@
-"""Ports of a run, and the context that holds all ports of a project.
+"""Ports of a run, and the context that contains all ports of a project.
 
 The ports of a run are executor, observer, clock, pools and host.
 """
@@ -93,7 +93,7 @@ class Observer:
     def printed(self, stage: Stage, line: str, file: Path) -> None:
         """Report a line that the stage's code printed.
 
-        `file` holds all of these lines.
+        `file` contains all of these lines.
         """
 
     def worked(self, stage: Stage, seconds: float) -> None:

@@ -88,7 +88,8 @@ class Verifier(Protocol):
 
         Raises:
             InvalidSignatureError: the key is not trusted, or the signature is invalid.
-            UserError: the file of a trusted key cannot be read, or holds another kind of key.
+            UserError: the file of a trusted key cannot be read, or contains another kind of
+                key.
         """
 
 

@@ -193,8 +193,8 @@ def list_dependents(context: Context, key: Digest) -> tuple[Dependent, ...]:
 def list_deployed_dependents(context: Context, key: Digest) -> tuple[Dependent, ...]:
     """Return the versions of endpoints whose decision or override the key signed.
 
-    These are the stable, previous and candidate versions. The ledger keeps the signature with which
-    a version was deployed. A restarted server loads the version only if it trusts that key.
+    These are the stable, previous and candidate versions. The ledger contains the signature with
+    which a version was deployed. A restarted server loads the version only if it trusts that key.
     """
     dependents = []
     for name in list_bound_endpoints(context):

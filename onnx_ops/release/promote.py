@@ -521,7 +521,7 @@ def _find_moved(
     """Return an endpoint's present config if the new `config` moves it, or None.
 
     Raises:
-        UserError: the config keeps the place, and the endpoint does not support the change.
+        UserError: the place stays the same, and the endpoint does not support the change.
     """
     bound = state.config
     if (

@@ -287,8 +287,9 @@ def prune(context: Context, plan: PrunePlan) -> PrunePlan:
     """Remove the plan's objects that are still not needed, and return them.
 
     Raises:
-        ServiceUnavailableError: the registry or a provider does not answer; earlier removals are
-            not reverted.
+        ServiceUnavailableError: the ledger, the registry, the store or a provider does not answer;
+            earlier removals are not reverted.
+        CorruptStateError: a ledger is damaged; earlier removals are not reverted.
     """
     removed: dict[str, tuple[ListedVersion, ...]] = {}
     left: set[Digest] = set()
@@ -324,9 +325,9 @@ def _find_folders(
     """Yield the model folders that are no longer needed.
 
     A folder whose digest is in `wanted` is needed. Any other folder is no longer needed if its
-    digest is in `leaving`, or if the folder is old. `leaving` holds the manifests of the versions
-    that the plan removes. A folder is old if it was stored before `before`, in seconds since the
-    epoch.
+    digest is in `leaving`, or if the folder is old. `leaving` contains the manifests of the
+    versions that the plan removes. A folder is old if it was stored before `before`, in seconds
+    since the epoch.
     """
     for folder in context.files.list_folders():
         # An earlier pruning that was killed possibly removed the version of an old folder, but not
@@ -360,8 +361,8 @@ def _forget_folders(
 ) -> tuple[StoredObject, ...]:
     """Remove model folders that are not needed, and return them.
 
-    A folder is needed if its version was not removed (`left` holds its manifest), or if an endpoint
-    needs it.
+    A folder is needed if its version was not removed (`left` contains its manifest), or if an
+    endpoint needs it.
     """
     states = (context.ledger.state(name) for name in list_bound_endpoints(context))
     in_use = {

@@ -214,8 +214,8 @@ def reconcile_step(context: Context, endpoint: str, *, actor: str = "") -> StepR
 def find_step(journal: Journal, read_aliases: ReadAliases) -> StepReport | Change:
     """Return the change that is due now, or a report of why no change is due.
 
-    The function writes nothing to the ledger or the registry. If a rollout continues, it confirms
-    this to the provider.
+    The function writes nothing to the ledger or the registry. If a rollout continues, the
+    function confirms this to the provider.
 
     Raises:
         OnnxOpsError: the errors of `reconcile_step`, except those of the change itself.
@@ -485,7 +485,7 @@ def _resume_rollback(journal: Journal, pending: PendingRollback) -> StepReport:
 
 
 def _resume_action(journal: Journal, intent: Intent) -> StepReport:
-    """Complete an action whose process died, or whose lease has expired."""
+    """Complete an action whose process ended, or whose lease has expired."""
     performed = _perform(journal, intent.action, intent.selected)
     # If an alarm reversed the action, the rollback is new.
     continued = f"continued the action that {intent.holder} began: "

@@ -57,8 +57,8 @@ MAX_TEXT = 400
 REGISTRY_OUTAGES = (ServiceUnavailableError, StorageError, MissingPackageError)
 """Errors after which a caller can continue without the registry.
 
-The registry does not answer or cannot process the request, a download cannot be stored, or the
-client package of the registry is missing.
+The registry is silent or failed to process the request, storing a download failed, or the client
+package of the registry is missing.
 """
 
 

@@ -60,7 +60,7 @@ If the endpoint does not answer in this time, the rollback is requested again.
 """
 _POLL_INTERVAL_S = 0.1
 NOTHING = "nothing"
-"""Name in results where no version is moved from or to."""
+"""Name in a result in place of a missing version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

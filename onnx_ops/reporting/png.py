@@ -13,7 +13,7 @@ import numpy.typing as npt
 Pixels = npt.NDArray[np.uint8]
 
 _LARGEST = 480
-"""Largest height and width of a picture in a report; larger ones are thinned."""
+"""Largest height and width of a picture in a report; larger ones are subsampled."""
 
 
 def encode_png(pixels: Pixels) -> bytes:
@@ -32,7 +32,7 @@ def _write_chunk(kind: bytes, content: bytes) -> bytes:
 
 
 def make_data_uri(pixels: Pixels) -> str:
-    """Return a picture as a URI that a page can hold."""
+    """Return a picture as a URI that a page can contain."""
     step = max(1, -(-max(pixels.shape[:2]) // _LARGEST))
     encoded = base64.b64encode(encode_png(np.ascontiguousarray(pixels[::step, ::step])))
     return f"data:image/png;base64,{encoded.decode()}"

@@ -137,7 +137,7 @@ class Axis:
 def axis_around(
     values: Sequence[float], label: str, *, log: bool = False, room: float = 0.06
 ) -> Axis:
-    """Return an axis that holds all values, with room at both ends.
+    """Return an axis that contains all values, with room at both ends.
 
     `room` is a share of the axis's extent. The values are finite, and above 0 for a logarithmic
     axis.
@@ -262,7 +262,7 @@ class Chart:
 def room_for(names: Sequence[str]) -> tuple[float, float]:
     """Return the left margin, and the height of one row, for rows with these names.
 
-    The margin holds all names, or none if it would be wider than half of the plot.
+    The margin has room for all names, or for none if it would be wider than half of the plot.
     """
     margin = 8 + _WIDE_CHARACTER * max(map(len, names), default=0)
     if margin <= WIDTH / 2:

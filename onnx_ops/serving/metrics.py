@@ -1,9 +1,9 @@
 """Metrics of all workers: in shared memory, and as Prometheus scrapes them.
 
-The memory is anonymous and allocated before the first fork. So it needs no file and outlives any
-worker. Outside of labels and exemplars, each number is aligned, and has 8 bytes, or 4 bytes in
+The memory is anonymous and allocated before the first fork. So it needs no file, and remains when a
+worker ends. Outside of labels and exemplars, each number is aligned, and has 8 bytes, or 4 bytes in
 counts by cell. At any time, it has one writer, except that all workers write the counted tokens and
-delete counted request ids. A reader sees the old value or the new value of such a number.
+delete counted request ids. A reader gets the old value or the new value of such a number.
 
     header:      published revision; its epoch; the watch of a rollout (see `cell_counts`);
         deployments out of service; isolation of new workers; leases
@@ -94,7 +94,7 @@ INLINE_RUN, HUNG_RUN, LOST_RUN = 2, 4, 6
 """Indices in a worker's state: recorded runs.
 
 `INLINE_RUN` is the run on the worker's event loop, and `HUNG_RUN` is a run that did not end.
-`LOST_RUN` is the run on the event loop of the worker's predecessor when the predecessor died.
+`LOST_RUN` is the run on the event loop of the worker's predecessor when the predecessor ended.
 """
 RUN_SLOT, RUN_CELL = 0, 1
 """Numbers of a recorded run: its slot, and the user's cell plus 1.
@@ -153,7 +153,7 @@ BOUNDS_S = tuple(1e-5 * 2 ** (k / STEPS) for k in range(21 * STEPS + STEPS // 2 
 """Upper bounds of the latency histograms in seconds: 10 µs to about 30 s."""
 REQUEST_IDS = 1 << 15
 TOKEN_BUCKETS, BUCKET_TOKENS = 32_749, 8
-"""Number of token buckets, and of remembered tokens in each: 2 MiB in total.
+"""Number of token buckets, and of stored tokens in each: 2 MiB in total.
 
 The number of buckets is a prime, so the stamps of any clock are spread over all buckets.
 """
@@ -229,7 +229,7 @@ def make_row() -> MetricsRow:
 
 
 def make_thread_runs() -> MetricsRow:
-    """Return zeros for the numbers of runs, in memory that no other process sees.
+    """Return zeros for the numbers of runs, in memory that no other process can access.
 
     `SharedMetrics.get_thread_runs` returns the shared numbers.
     """
@@ -363,7 +363,7 @@ class SharedMetrics:
         return self.get_row(self.workers, slot)
 
     def get_request_ids(self, worker: int) -> MetricsRow:
-        """Return the request ids that a worker remembers."""
+        """Return the request ids that a worker has stored."""
         return self._request_ids[worker * REQUEST_IDS : (worker + 1) * REQUEST_IDS]
 
     def get_token_bucket(self, stamp: int) -> memoryview:

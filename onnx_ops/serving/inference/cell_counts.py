@@ -169,7 +169,7 @@ class CellCounter:
     def _count_lost(self, slot: int, cell: int) -> None:
         """Count the request that this worker's predecessor lost, as an error.
 
-        The predecessor was running the request on its event loop when it died. The request is
+        The predecessor was running the request on its event loop when it ended. The request is
         counted only if the split has routed it, and its deployment is watched.
         """
         side = _read_sides(self._header).get(slot)
@@ -266,9 +266,9 @@ def _reset(memory: CellBlock) -> None:
 
 
 def _take_over(memory: CellBlock) -> None:
-    """Count as errors the requests that a worker had not answered when it died.
+    """Count as errors the requests that a worker had not answered when it ended.
 
-    The death of the worker closed the connections of its clients.
+    When the worker ended, the connections of its clients were closed.
     """
     listed, counts = _view(memory)
     lost = counts[listed, _IN_PROGRESS]

@@ -127,7 +127,8 @@ class LoadedDeployment(DeployedModel):
         queue: requests that do not run inline.
         latency: estimate of the duration of `run`.
         options: options of runs on the event loop.
-        is_unbounded: whether the inputs decide how often a part of the model runs, or are images.
+        is_unbounded: whether the inputs determine how often a part of the model runs, or are
+            images.
         must_queue: whether no request runs on the event loop.
         release_memory: returns to the system the memory that only large requests needed.
         size_bytes: size of the model's files.
@@ -229,9 +230,8 @@ class ControlReplica:
 
     The weights of a model that seldom runs are not in the processor's caches. At a tenth of the
     traffic, a model of 12 MB took 470 µs instead of 250 µs (docs/adr/0030-comparing-versions.md).
-    Therefore the deployment with less
-    traffic is compared with a replica of the other deployment. The replica gets the same small
-    share: the requests to `loaded` in comparable slots.
+    Therefore the deployment with less traffic is compared with a replica of the other deployment.
+    The replica gets the same small share: the requests to `loaded` in comparable slots.
     """
 
     loaded: LoadedDeployment

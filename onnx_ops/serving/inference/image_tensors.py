@@ -1,7 +1,7 @@
 """Inputs of requests that are encoded images.
 
 A client sends each image as it is in its file: as an element of BYTES, as a raw body, or in base64
-in JSON. The arrays of these inputs hold Python bytes. `check_images` checks them before a model
+in JSON. The arrays of these inputs contain Python bytes. `check_images` checks them before a model
 decodes them.
 """
 
@@ -45,7 +45,8 @@ class ImageReader(TensorReader):
         """
         shape, count = super().check_shape(given)
         if not 1 <= count <= self._limits.max_images:
-            raise self.error(f" holds {count} images; it must hold 1 to {self._limits.max_images}")
+            limit = self._limits.max_images
+            raise self.error(f" contains {count} images; it must contain 1 to {limit}")
         return shape, count
 
     def read_json(

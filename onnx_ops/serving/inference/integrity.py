@@ -70,7 +70,7 @@ class TrustPolicy:
         Raises:
             RefusedError: no trusted key permits the deployment, or the server is bound to another
                 model or target.
-            UserError: the file of a trusted key does not hold a public key of ECDSA P-256.
+            UserError: the file of a trusted key does not contain a public key of ECDSA P-256.
             CorruptStateError: the stored binding cannot be read.
         """
         record = verify_authority(deployment, self._keys)
@@ -131,7 +131,7 @@ class ModelCopies:
         Raises:
             RefusedError: `TrustPolicy.authorize` refuses the deployment, or its target declares no
                 such library of custom operators.
-            UserError: the file of a trusted key does not hold a public key of ECDSA P-256.
+            UserError: the file of a trusted key does not contain a public key of ECDSA P-256.
             NotFoundError: the deployment's folder does not exist.
             DigestMismatchError: the files differ from the manifest, or a library is not among them.
             InfrastructureError: the files cannot be read or copied.

@@ -465,8 +465,8 @@ class LoadedModel:
     (in version 1.31: for WebGPU graphs, missing inputs, and the owners of values). The checks take
     a sixth of the time of a small model. `options` are the options of runs on the event loop.
     `seconds` is the time of a run on one row; 0 if unknown. `size_bytes` is the size of all files.
-    `is_unbounded` states whether the inputs decide how often a part of the model runs, or are
-    images.
+    `is_unbounded` states whether the inputs determine how often a part of the model runs, or
+    are images.
     """
 
     deployment: Deployment
@@ -604,8 +604,8 @@ class LoadedModel:
         """Run the model on its smallest inputs; return the seconds of the last run.
 
         See `_build_least_feed`. If the model fails, and one of these inputs was guessed, the result
-        is 0. An input is guessed if it has a free size besides the batch, or if it holds strings,
-        images or one column of int64.
+        is 0. An input is guessed if it has a free size besides the batch, or if it contains
+        strings, images or one column of int64.
 
         Raises:
             InfrastructureError: the model fails, and no input was guessed.
@@ -617,7 +617,7 @@ class LoadedModel:
                 started_at = time.perf_counter()
                 self.run(tuple(self.signature.outputs), feed)
         except (UserError, InfrastructureError) as error:
-            # A column of integers often holds categories, and 0 is possibly not one of them.
+            # A column of integers often contains categories, and 0 is possibly not one of them.
             is_guess = any(
                 any(isinstance(d, str) for d in spec.shape[1:])
                 or spec.dtype in ("string", IMAGE_DTYPE)
@@ -731,8 +731,8 @@ def _build_signature(
     """Return the model's signature.
 
     Requests can omit inputs of ONNX's optional type, and inputs with a default of a single element.
-    Larger defaults are weights of a model that was exported with its weights as inputs. Clients do
-    not see such inputs.
+    Larger defaults are weights of a model that was exported with its weights as inputs. Such inputs
+    are hidden from clients.
     """
     nodes = session.get_inputs()
     defaults = [node for node in session.get_overridable_initializers() if set(node.shape) <= {1}]
@@ -769,7 +769,8 @@ def _build_image_spec(node: Any, path: Path) -> TensorSpec:
     """Return the spec of an input that takes encoded images, as clients see it."""
     if node.type != "tensor(uint8)" or len(node.shape) != 2:
         raise UserError(
-            f"{node.name} is a {node.type} of shape {node.shape}, which cannot hold encoded images",
+            f"{node.name} is a {node.type} of shape {node.shape}, which cannot contain encoded "
+            "images",
             where=str(path),
             remedy="Give the input the type uint8 and the shape (rows, bytes).",
         )

@@ -112,7 +112,7 @@ class WorkerThreads:
     then starts beside it. So a model that hangs does not delay other models.
 
     While `is_isolating`, only batches of one queue run at the same time, except beside overdue
-    batches. So the death of the process can be charged to one queue (see `worker_health`).
+    batches. So the death of the process can be attributed to one queue (see `worker_health`).
 
     Args:
         limit: maximum number of batches at the same time, not counting overdue batches.

@@ -73,7 +73,10 @@ class _MemoryGroup:
         return int(limit) if limit.isdecimal() and int(limit) < _UNLIMITED_BYTES else None
 
     def read_available_bytes(self) -> int | None:
-        """Return the limit minus the memory that cannot be freed; None if unlimited."""
+        """Return the limit minus the memory that cannot be freed.
+
+        Return None without a limit, or if the usage cannot be read.
+        """
         limit, usage = self.read_limit(), _read_text(self.folder / self.usage_file).strip()
         if limit is None or not usage.isdecimal():
             return None

@@ -3,13 +3,13 @@
 Such a deployment is taken out of service.
 
 Before a worker runs a model, it records the run in shared memory. If the worker dies, or its event
-loop hangs, its death is charged to the recorded runs. Only requests that the split has routed are
-charged. Otherwise, a client that selects a deployment could take any deployment out of service.
+loop hangs, its death is attributed to the recorded runs. Only requests that the split has routed
+count. Otherwise, a client that selects a deployment could take any deployment out of service.
 
-If several deployments were running, each of them is charged with a share of the death. Under load,
-several deployments are running at every death, and the shares hardly differ. Therefore, after two
-such deaths, each new worker runs one deployment at a time for a while. Its death can then be
-charged to one deployment.
+If several deployments were running, a share of the death is attributed to each of them. Under
+load, several deployments are running at every death, and the shares hardly differ. Therefore, after
+two such deaths, each new worker runs one deployment at a time for a while. Its death can then be
+attributed to one deployment.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ class RunCounts:
 
 
 def share_death(runs: Mapping[int, RunCounts]) -> Mapping[int, Fraction]:
-    """Return by slot the share of a worker's death that is charged to each deployment.
+    """Return by slot the share of a worker's death that is attributed to each deployment.
 
     Each run in progress gets the same share. If requests end workers with every version, the
-    charges of the versions are proportional to their running times. So a comparison per request
+    shares of the versions are proportional to their running times. So a comparison per request
     shows no difference. With equal shares for all deployments, a deployment with a tenth of the
-    traffic would get half of the deaths under full load. The share of a run is charged only if the
+    traffic would get half of the deaths under full load. The share of a run counts only if the
     split has routed the run.
     """
     total = sum(counts.total for counts in runs.values())
@@ -105,7 +105,7 @@ def is_deadlier(
 
 
 class WorkerHealth:
-    """Record of the deaths of workers, charged to deployments.
+    """Record of the deaths of workers, attributed to deployments.
 
     Only the supervisor uses it.
     """
@@ -119,7 +119,7 @@ class WorkerHealth:
         self._shared_deaths = 0
 
     def start_table(self, revision: TableRevision) -> None:
-        """Reset the charges for a new table, whose deployments are all in service."""
+        """Reset the attributed deaths for a new table, whose deployments are all in service."""
         table, weights = revision.table, revision.table.state.split.weights
         serving = [name for name in table.layout if weights.get(name)]
         self._slots = revision.slots
@@ -143,7 +143,7 @@ class WorkerHealth:
     def record_hang(self, worker: int) -> None:
         """Record that the event loop of a worker hangs, before the worker is killed.
 
-        If a run on the event loop is recorded, the death is charged only to this run.
+        If a run on the event loop is recorded, the death is attributed only to this run.
         """
         state = self._shared.get_process_state(worker)
         if state[INLINE_RUN + RUN_SLOT]:
@@ -169,7 +169,7 @@ class WorkerHealth:
         for slot, share in charged.items():
             self._deaths[slot] = self._deaths.get(slot, Fraction()) + share
         for slot in charged:
-            # Deployments are compared by their charges, so all of them are charged first.
+            # Deployments are compared by their deaths, so all shares are added first.
             self._take_out(slot, names[slot])
         self._shared_deaths += len(charged) > 1
         is_open = (

@@ -87,7 +87,7 @@ def test_read_infer_reads_images_from_json_binary_form_and_raw_body() -> None:
     ("tensor", "cause"),
     [
         (build_tensor(), "0 images"),
-        (build_tensor(PNG, PNG, PNG, PNG), "4 images; it must hold 1 to 3"),
+        (build_tensor(PNG, PNG, PNG, PNG), "4 images; it must contain 1 to 3"),
         (build_tensor(PNG, shape=[2]), "a list of 2 strings"),
         (build_tensor(PNG, shape=[1, 1]), "shape"),
         (build_tensor(PNG, data=[7]), "image 0 is not a string"),
