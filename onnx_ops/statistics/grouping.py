@@ -69,7 +69,7 @@ _ID = re.compile(
 def number_groups(array: Array) -> Array | None:
     """Return the group of each row as a number from 0.
 
-    Return None if the array does not hold one value per row, or if a value is missing.
+    Return None if the array does not contain one value per row, or if a value is missing.
     """
     flat = array[:, 0] if array.ndim == 2 and array.shape[1] == 1 else array
     if flat.ndim != 1 or flat.dtype.kind not in "iufbUSOMm" or _has_missing_values(flat):
@@ -212,7 +212,7 @@ def _permute_signals(
 def _find_copies(inputs: Mapping[str, Array], rows: int) -> Iterator[str]:
     """Yield the share of rows that repeat the inputs of other rows, if above a tenth.
 
-    Rows that hold only whole numbers or booleans are often equal, and are not checked.
+    Rows that contain only whole numbers or booleans are often equal, and are not checked.
     """
     flat = [np.ascontiguousarray(array[:rows]).reshape(rows, -1) for array in inputs.values()]
     if any(_holds_measured_values(array) for array in flat):
@@ -222,7 +222,7 @@ def _find_copies(inputs: Mapping[str, Array], rows: int) -> Iterator[str]:
 
 
 def _holds_measured_values(array: Array) -> bool:
-    """Return whether an array holds fractions or texts, which rarely repeat by chance."""
+    """Return whether an array contains fractions or texts, which rarely repeat by chance."""
     return bool((array.dtype.kind == "f" and (array % 1 != 0).any()) or array.dtype.kind in "USO")
 
 

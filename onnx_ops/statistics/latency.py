@@ -514,9 +514,9 @@ def _measure_slowness(probe: Floats) -> Floats | None:
 
     Return None if the probe has no information. A model that leaves cold caches or a lower clock
     always slows the probes after its runs. This effect must not reduce the run times of that model.
-    The usual value comes from runs of the same round, most of which see the machine in the same
-    state. If it came from all runs, a slow phase that affected one model slightly more would look
-    like an effect of that model.
+    The usual value comes from runs of the same round, most of which run while the machine is in the
+    same state. If it came from all runs, a slow phase that affected one model slightly more would
+    look like an effect of that model.
     """
     if not probe.size or not (np.isfinite(probe) & (probe > 0)).all():
         return None

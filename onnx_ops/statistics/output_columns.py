@@ -53,7 +53,7 @@ class Rounding:
         segments: number of the part that each element comes from, of the output's shape.
         scores: the values whose order along `scores_axis` determines an output of indices or
             classes; `scores_error` is the error of each score.
-        labels: the class of each index; None if the output holds indices.
+        labels: the class of each index; None if the output contains indices.
     """
 
     floor: Array | None = None
@@ -290,12 +290,12 @@ def compute_epsilon(array: Array) -> float:
 
 
 def is_float(array: Array) -> bool:
-    """Return whether the array holds floats, bfloat16 included."""
+    """Return whether the array contains floats, bfloat16 included."""
     return array.dtype.kind == "f" or array.dtype.name == "bfloat16"
 
 
 def is_text(array: Array) -> bool:
-    """Return whether the array holds strings or objects."""
+    """Return whether the array contains strings or objects."""
     return array.dtype.kind in "USO"
 
 

@@ -29,7 +29,7 @@ Rows are only a sample of what callers send.
 """
 
 _MOST_CATEGORIES = 64
-"""Maximum number of distinct values of a column that can hold categories."""
+"""Maximum number of distinct values of a column that can contain categories."""
 _MOST_PLACES = 1 << 16
 """Maximum number of columns of a table that has a range for each column."""
 
@@ -77,7 +77,7 @@ class InputDomain:
         categories: the only possible values of all places, if the pipeline lists them; otherwise
             None.
         recombined: whether places vary independently, so that any mixture of rows is a valid row.
-        missing: places that may hold NaN; same shape.
+        missing: places that can contain NaN; same shape.
         encoded: whether each row is an encoded file, whose bytes are never changed.
     """
 
@@ -102,8 +102,8 @@ def learn_domains(
     Tables of numbers (2-D, up to 65,536 columns) have a range for each column. Images, series and
     wider tables have one range for all places. A range of real numbers is widened by half its width
     at each end, but not across zero. A range of whole numbers is not widened. A column of a table
-    without a declared range can hold categories. These are up to 64 distinct whole numbers, fewer
-    than half its rows. No other values are in its domain then.
+    without a declared range can contain categories. These are up to 64 distinct whole numbers,
+    fewer than half its rows. No other values are in its domain then.
 
     Args:
         samples: real rows by input; axis 0 is the batch.
@@ -233,7 +233,7 @@ def _has_declared_range(declared: InputValues, bound: tuple[int, int] | None) ->
 
 
 def _find_listed(values: Floats, whole: Bools) -> Bools:
-    """Return which columns of a table can hold categories.
+    """Return which columns of a table can contain categories.
 
     Such a column has few distinct whole numbers, and more than twice as many rows.
     """
@@ -297,10 +297,10 @@ def make_probe_groups(
 ) -> dict[str, ProbeGroup]:
     """Return the groups of real rows, and of rows within and outside the domain.
 
-    The groups `beyond_range:x10` and the like hold multiples of the floats of real rows, if the
-    types of all float inputs can hold them. `beyond_range:texts` holds empty and unseen texts.
-    `missing` has one NaN, and `infinite` one infinity, in each row of each float input. If the
-    domain allows NaN in some places, `missing` has NaN only in these places, and is inside the
+    The groups `beyond_range:x10` and the like contain multiples of the floats of real rows, if
+    the types of all float inputs can represent them. `beyond_range:texts` contains empty and unseen
+    texts. `missing` has one NaN, and `infinite` one infinity, in each row of each float input. If
+    the domain allows NaN in some places, `missing` has NaN only in these places, and is inside the
     domain. Groups for types that no input has are omitted.
 
     Args:
@@ -326,7 +326,7 @@ def make_probe_groups(
 
 
 def _make_multiples(samples: Tensors, rows: Rows) -> dict[str, ProbeGroup]:
-    """Return those multiples of real rows that the types of all float inputs can hold."""
+    """Return those multiples of real rows that the types of all float inputs can represent."""
     # Each pair shows how far a float input can be multiplied: its largest value, and that of its
     # type.
     room = []
@@ -423,8 +423,8 @@ def _draw_in_range(
     if array.dtype.kind == "f":
         made[~np.isfinite(chosen.astype(np.float64))] = np.nan
         return np.where(np.isnan(made), chosen.astype(np.float64), made).astype(array.dtype)
-    # In float64, the sample 2**63 - 1 becomes 2**63, which int64 cannot hold. `domain.high` is
-    # below it.
+    # In float64, the sample 2**63 - 1 becomes 2**63, which int64 cannot represent.
+    # `domain.high` is below it.
     whole = np.clip(made, domain.low, domain.high).astype(array.dtype)
     if not domain.recombined:
         whole[2:] = chosen[2:]
@@ -527,8 +527,8 @@ def _combine_sizes(present: Mapping[str, int]) -> list[dict[str, int]]:
     combined = [{symbol: size} for symbol, sizes in ranked.items() for size in sizes]
     if len(ranked) > 1:
         combined += [{symbol: sizes[end] for symbol, sizes in ranked.items()} for end in (0, -1)]
-        # The position in the list of sizes changes from axis to axis: with equal sizes, exchanged
-        # axes would go unnoticed.
+        # The position in the list of sizes changes from axis to axis: with equal sizes, an
+        # exchange of axes would have no effect.
         unequal = {
             symbol: sizes[(place + 2) % len(sizes)]
             for place, (symbol, sizes) in enumerate(ranked.items())

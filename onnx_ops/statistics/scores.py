@@ -198,8 +198,8 @@ def _score_without_labels(
 def _sort_rows(definition: MetricDefinition, label: Array, answers: Mapping[str, Array]) -> Array:
     """Return the row numbers in an order that depends only on the content of the rows.
 
-    Rows whose tokens are all ignored are omitted. The kinds of `_IN_ORDER` keep the order of the
-    data, which decides between detections with equal scores, as in pycocotools.
+    Rows whose tokens are all ignored are omitted. Rows of the kinds in `_IN_ORDER` stay in the
+    order of the data, which decides between detections with equal scores, as in pycocotools.
     """
     if definition.reads in _IN_ORDER:
         return np.arange(len(label))

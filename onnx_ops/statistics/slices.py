@@ -35,7 +35,7 @@ MOST_VALUES = 200
 """Maximum number of slices of one column or crossing."""
 
 FAMILY_LEVEL = 0.05
-"""Maximum probability that any slice fails although it keeps the limit."""
+"""Maximum probability that any slice fails although it is within the limit."""
 
 _NEAR = 1.0
 """Standard errors beyond the limit from which the exact p-value is computed.
@@ -64,7 +64,7 @@ The range has 20 more counts on each side.
 class Slicing:
     """The slices of one column or crossing.
 
-    `numbers` holds, for each row, the index of the row's slice in `names`.
+    `numbers` contains, for each row, the index of the row's slice in `names`.
     """
 
     names: tuple[str, ...]
@@ -157,7 +157,7 @@ def compute_excess_p_value(excess: float, end: float, units: float) -> float:
 
     Args:
         end: distance from the estimate to the end of its interval on the side of the limit.
-        units: number of rows or groups that carry the estimate.
+        units: number of rows or groups that the estimate is based on.
     """
     if end <= 0:
         return 0.0 if excess > 0 else 1.0

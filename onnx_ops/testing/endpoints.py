@@ -61,7 +61,7 @@ Disturbance = Literal["none", "error", "lost answer", "kill"]
 
 
 class Killed(BaseException):
-    """Simulated death of the process.
+    """Simulated kill of the process.
 
     Like a signal, it is not caught by handlers of ordinary errors.
     """

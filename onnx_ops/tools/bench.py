@@ -94,9 +94,9 @@ class BenchmarkMetric:
 class SingleModelResult:
     """One model on one target.
 
-    `metrics` holds quantiles of single runs in one session. If requested, it also holds the median
-    throughput of fresh sessions and the medians of fresh processes. The keys are their names in
-    evidence. `advice` lists the causes that slow the model down.
+    `metrics` contains quantiles of single runs in one session. If requested, it also contains the
+    median throughput of fresh sessions and the medians of fresh processes. The keys are their names
+    in evidence. `advice` lists the causes that slow the model down.
     """
 
     batch: int
@@ -123,7 +123,7 @@ def benchmark(
 ) -> SingleModelResult:
     """Measure the latency of one model on one target, and what `request` names.
 
-    `feed` holds the inputs of one request, and `runs` is the number of timed requests.
+    `feed` contains the inputs of one request, and `runs` is the number of timed requests.
     """
     facts = read_runtime_facts(runtime, target, model)
     request = request or MeasurementRequest()

@@ -576,7 +576,7 @@ def _judge_measurements(
 
 
 def _find_labels(expected: JoinedAnswers) -> set[str]:
-    """Return the outputs that hold other values than floats in any group."""
+    """Return the outputs that contain other values than floats in any group."""
     tensors = [
         (name, array) for answer in expected.values() for name, array in _tensors(answer).items()
     ]

@@ -42,7 +42,7 @@ _ROW_BYTES = 1 << 30
 class _Recipe:
     """The settings from which requests are generated.
 
-    `dims` holds requested sizes, and `fix` requested values.
+    `dims` contains requested sizes, and `fix` requested values.
     """
 
     inputs: Sequence[TensorSpec]
@@ -54,7 +54,7 @@ class _Recipe:
 
     @property
     def symbols(self) -> dict[str, None]:
-        """Return the names of free dimensions that hold no rows."""
+        """Return the names of free dimensions without rows."""
         places = list_named_axes({spec.name: spec.shape for spec in self.inputs})
         rows = {
             spec.shape[axis]
@@ -165,7 +165,7 @@ def generate_samples(
     """Generate random rows from the types and shapes of the inputs.
 
     Floats are standard normal, and booleans 0 or 1. Texts are `a`, `b`, or those that the model
-    knows. Integers that are indices can have every valid value. Other integers are most often
+    contains. Integers that are indices can have every valid value. Other integers are most often
     masks: they are 0 or 1, or the values that the model compares them with.
 
     Inputs with a shared axis (`domain.row_axes`) get rows. Inputs without that axis are drawn as a

@@ -43,12 +43,13 @@ class JudgeRequest:
 
     `settings` is the sweep over batches and sizes of dimensions. `runtime` returns a runtime by its
     name. `inside` runs models with their intermediate values as outputs. `dataset` is None if rows
-    are generated, or if the data are a single request instead of rows. `functions` holds custom
-    metrics by reference. If `max_regression` is None, the default limits apply. If `concurrency` is
-    None, no throughput is measured. With `cold`, fresh processes are measured too, at the first
-    setting. `only` restricts the judgement to one part. `sizes` names dimensions for which one size
-    is sufficient. The answers of a `retrained` candidate are not compared with the baseline's: the
-    task metric decides. `slices` are parts of the data set in which the metric is judged too.
+    are generated, or if the data are a single request instead of rows. `functions` contains
+    custom metrics by reference. If `max_regression` is None, the default limits apply. If
+    `concurrency` is None, no throughput is measured. With `cold`, fresh processes are measured too,
+    at the first setting. `only` restricts the judgement to one part. `sizes` names dimensions for
+    which one size is sufficient. The answers of a `retrained` candidate are not compared with the
+    baseline's: the task metric decides. `slices` are parts of the data set in which the metric is
+    judged too.
     """
 
     baseline: Path

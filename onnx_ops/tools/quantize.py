@@ -304,10 +304,10 @@ def search_variant(
     """Search, write the variant of a role, and record all trials.
 
     The trials are recorded in `PATH.search.json`. The same search resumes after an interruption.
-    `section.variants` holds the requested role. The metric is measured on the rows of
-    `tuning_data`. `data` holds a digest of the rows for each use. If no model meets the budget, the
-    measured model with the smallest loss is written as `STEM.closest.onnx` beside `path`. Such a
-    file of an earlier search is removed.
+    `section.variants` contains the requested role. The metric is measured on the rows of
+    `tuning_data`. `data` contains a digest of the rows for each use. If no model meets the budget,
+    the measured model with the smallest loss is written as `STEM.closest.onnx` beside `path`. Such
+    a file of an earlier search is removed.
     """
     check_paths(source, path)
     closest_path = path.with_name(f"{path.stem}.closest{path.suffix}")

@@ -128,9 +128,9 @@ def build_groups(
 
     Large rows have no derived groups. In one derived group, whole numbers other than indices and
     sizes have all magnitudes and both signs. If the baseline rejects them, no answer is compared.
-    `empty` adds a group without rows, unless the model has a fixed batch. `bounds` holds the bounds
-    of the inputs that were derived from the graph. `splits` holds rows near the splits of trees,
-    which are unused if the rows are large.
+    `empty` adds a group without rows, unless the model has a fixed batch. `bounds` contains the
+    bounds of the inputs that were derived from the graph. `splits` contains rows near the splits of
+    trees, which are unused if the rows are large.
     """
     encoded = [name for name, known in (bounds or {}).items() if known.encoded]
     further = [
@@ -180,7 +180,7 @@ def _make_probes(
 
 
 def _holds_plain_numbers(array: Any, known: InputBounds | None) -> bool:
-    """Return whether an input holds whole numbers other than indices, sizes and files.
+    """Return whether an input contains whole numbers other than indices, sizes and files.
 
     The graph shows which inputs are indices or sizes.
     """

@@ -18,7 +18,8 @@ _LARGEST = 600_000
 """Number of elements that limits the search.
 
 Arrays above this size are not tried for softmax and sigmoid. Arrays of at least twice this size are
-thinned for lines that fit all channels. Crops are searched in arrays of up to four times this size.
+subsampled for lines that fit all channels. Crops are searched in arrays of up to four times this
+size.
 """
 _EXPLAINED = 0.2
 """Share of the difference that can remain after a shift that explains it.

@@ -8,8 +8,8 @@ grid of epochs. They are judged by the functions of the judge, with its limits:
 - `compute_evidence_above` for copies
 - `compute_split_evidence` for an A/B test
 
-A step finds the harm, or ends before; the evidence of units is carried to the next step. The
-generator has a fixed seed.
+A step can end before it finds the harm. The next step then continues with the evidence of units.
+The generator has a fixed seed.
 """
 
 from __future__ import annotations
@@ -380,7 +380,7 @@ def _draw_bins(
 ) -> npt.NDArray[np.int64]:
     """Draw the number of units in each bin, shape (*units.shape, bins).
 
-    A bin holds the units with a similar share of events among their requests. `shares` has the
+    A bin contains the units with a similar share of events among their requests. `shares` has the
     probability of each bin.
     """
     used = np.flatnonzero(shares > 0)

@@ -122,7 +122,7 @@ def evaluate_guardrail(
 ) -> GuardrailResult:
     """Evaluate one guardrail over the whole rollout.
 
-    `here` holds the intervals of the present step.
+    `here` contains the intervals of the present step.
     """
     limit, intervals = compute_firing_limit(policy), observations.intervals
     counted = {place: count_events(place, intervals) for place in rail.places}

@@ -5,9 +5,9 @@ noncentral hypergeometric law given the margins. The likelihood ratios of the in
 multiplied. Its validity depends on how requests are assigned to revisions:
 
 - `request`: the proxy draws a revision for each request. The assignment is then the only random
-  part, and the law holds for any cause of the events. The design effect is 1. It is not estimated,
-  since an estimate costs power. A canary with 1 % of errors, against 0.1 % of the stable revision,
-  fails after 418 requests (median of 300 rollouts). With an estimate, it fails after 584
+  part, and the law is valid for any cause of the events. The design effect is 1. It is not
+  estimated, since an estimate costs power. A canary with 1 % of errors, against 0.1 % of the stable
+  revision, fails after 418 requests (median of 300 rollouts). With an estimate, it fails after 584
   (`benchmarks.analysis_truth`). Two conditions remain. The split must not change within an
   interval. Otherwise, the odds ratio of the mixed splits is not 1 if the rate of events changes too
   (Simpson 1951, J. R. Stat. Soc. B 13:238-241). The counts of both revisions must also cover the
@@ -90,8 +90,8 @@ def _explain_shortage(missing: str, result: AnalysisResult, state: AnalysisState
 def is_share_changed(before: tuple[int, int], now: tuple[int, int]) -> bool:
     """Return whether two intervals had different splits; False without requests.
 
-    Only requests are compared, not events, so that leaving out an interval keeps the evidence
-    valid.
+    Only requests are compared, not events, so that the evidence stays valid if an interval
+    is left out.
 
     Args:
         before: requests of the canary and of both revisions in the earlier interval.

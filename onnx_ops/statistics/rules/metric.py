@@ -429,7 +429,7 @@ def _explain_indecision(limit: MetricLimit, entry: Entry, interval: Interval) ->
         reason += _explain_few_rows(limit, entry)
         if limit.of_change and interval.estimate == 0:
             reason += (
-                "; no change was seen, but unseen rows leave room for one: add rows, "
+                "; no change was measured, but unseen rows can cause one: add rows, "
                 "of the rarest class first"
             )
     advice = advise_sample_size(entry.n)

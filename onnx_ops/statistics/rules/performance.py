@@ -357,7 +357,7 @@ def judge_provider(evidence: Evidence) -> Iterator[GateResult]:
         if fallbacks := _describe_fallbacks(facts, first):
             verdict, reason = Verdict.ERROR, f"{first} was requested, but {fallbacks}"
         elif not facts.nodes.get(first):
-            reason = f"which nodes {first} took was not recorded"
+            reason = f"which nodes {first} ran was not recorded"
     if reason:
         yield GateResult(gate="provider", metric="", limit="", verdict=verdict, reason=reason)
 

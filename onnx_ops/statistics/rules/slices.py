@@ -1,9 +1,9 @@
 """Rule of the gate on slices: no slice loses more than a limit.
 
 A slice fails if its p-value, corrected for all judged slices, is at most 5 %. It also fails if the
-answers of the model are not finite. The gate passes if each judged slice keeps the limit with its
-own interval. This needs no correction: if one slice breaks the limit, the gate passes only if this
-slice passes (Berger 1982, Technometrics 24:295-300).
+answers of the model are not finite. The gate passes if each judged slice is within the limit with
+its own interval. This needs no correction: if one slice exceeds the limit, the gate passes only if
+this slice passes (Berger 1982, Technometrics 24:295-300).
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ def _judge_slices(comparison: _Comparison, fewest: int, evidence: Evidence) -> G
         judged.append(result)
         p_values.append(p_value)
     corrected = correct_for_all(p_values)
-    # All slices keep the limit only if every single slice does. So the largest p-value is that of
-    # all slices (intersection-union test, Berger 1982).
+    # All slices are within the limit only if every single slice is. So the largest p-value is that
+    # of all slices (intersection-union test, Berger 1982).
     keeping = [result.p_value for result in judged if result.p_value is not None]
     results = sorted(
         (
@@ -188,7 +188,7 @@ def _judge_slice(
 
 
 def _find_harm(limit: MetricLimit, entry: Entry, result: GateResult) -> float:
-    """Return the p-value of "the slice keeps the limit"; 1 without an interval."""
+    """Return the p-value of "the slice is within the limit"; 1 without an interval."""
     if result.estimate is None or result.low is None or result.high is None:
         return 1.0
     if isinstance(entry, PairedCounts):
@@ -201,7 +201,7 @@ def _find_harm(limit: MetricLimit, entry: Entry, result: GateResult) -> float:
 
 
 def _count_units(entry: ScoreComparison) -> float:
-    """Return the number of rows or groups that carry the estimate."""
+    """Return the number of rows or groups that the estimate is based on."""
     units = float(entry.groups or entry.n)
     return units if entry.effective is None else min(units, entry.effective)
 

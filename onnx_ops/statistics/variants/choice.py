@@ -246,6 +246,8 @@ def _collect_family(decisions: Sequence[Decision]) -> dict[str, float]:
 def _apply_holm(family: Sequence[tuple[float, str]]) -> tuple[set[str], float]:
     """Return the variants that pass, and the level of the first that fails.
 
+    If all pass, it is the level of the last variant.
+
     Args:
         family: pairs of p-value and variant, the smallest p-value first.
     """

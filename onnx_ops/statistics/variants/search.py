@@ -257,9 +257,9 @@ def _double_nodes_in_float(
 ) -> tuple[int, int | None, int | None]:
     """Return the bounds of the number of nodes in float, and the number to try next.
 
-    The lower bound does not keep the metric, and the upper bound does. If no number is known to
-    keep the metric, the upper bound is None, and a number to try may be given. All nodes in float
-    are not tried, since that is fp32.
+    At the lower bound, the loss exceeds the budget. At the upper bound, it is within the budget. If
+    no number within the budget is known, the upper bound is None, and the result can contain a
+    number to try. All nodes in float are not tried, since that is fp32.
     """
     low, count, high = 0, 1, len(ranked)
     while count < high:
