@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 class Registry(Protocol):
     """Versions with their evidence, and the aliases of versions.
 
-    Every method except `where` and `mirror` raises ServiceUnavailableError if the registry does not
-    answer or cannot process the request, and RefusedError if it denies access. It raises
-    StorageError if it cannot read or write files of this machine.
+    Every method except `where` and `mirror` raises ServiceUnavailableError if the registry is
+    silent or fails to process the request, and RefusedError if it denies access. It raises
+    StorageError if reading or writing files of this machine fails.
     """
 
     def publish(self, publication: Publication) -> Mapping[str, str]:
@@ -342,7 +342,7 @@ class EndpointProvider(Plugin):
             RefusedError: the provider forbids the state, or onnx-ops did not create the resource of
                 that name.
             UserError, MissingPackageError: the options do not support the state, or a package of
-                the server is not installed.
+                the server is missing.
             MissingKeyError: servers accept only signed tables, and no key can sign one here.
             AlarmRollbackError: an alarm that guards the endpoint reverted this state.
             ServiceUnavailableError: the endpoint could not be reached or started.

@@ -60,7 +60,7 @@ class ReplicaStatus:
         at: seconds since the epoch, on the replica's clock.
         address: address for clients; empty if it is unknown.
         versions: versions of the packages that it runs, by package.
-        image: image of its container; empty if it does not know the image.
+        image: image of its container; empty if it is unknown.
         memory: memory of its server; None if it cannot be read.
         is_final: whether the replica has ended.
     """

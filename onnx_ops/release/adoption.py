@@ -46,7 +46,7 @@ def list_ledgers(context: Context) -> tuple[str, ...]:
 def find_missing_key(context: Context, key: Digest) -> dict[str, str]:
     """Return why signatures by a key are not valid in ledgers, by endpoint.
 
-    Ledgers that accept the key or that list no keys, and ledgers that cannot be read, are left out.
+    Ledgers that accept the key or list no keys, and unreadable ledgers, are left out.
     """
     states, _ = call_each(list_ledgers(context), context.ledger.state)
     return {

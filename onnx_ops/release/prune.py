@@ -53,8 +53,8 @@ def find_unreferenced(context: Context, *, older_than_s: float) -> tuple[StoredO
         CorruptStateError: a ledger is damaged, so the objects that it needs are unknown.
     """
     before = context.clock.now() - max(older_than_s, YOUNGEST_S)
-    # The objects are listed before the results are read. A result that is recorded later does not
-    # need an old object, unless this object was stored again and is then young.
+    # The objects are listed before the results are read. A result that is recorded later
+    # needs an old object only if this object was stored again, and the object is then young.
     stored = context.store.contents()
     sizes = {one.digest: one.size_bytes for one in stored if one.digest is not None}
 

@@ -53,8 +53,8 @@ _CELLS = 1 << 21
 _TAIL = 0.9
 """Factor on the nominal size of the tails of `bca_interval`.
 
-Without this factor, an auc interval from a few hundred rows is too often wrong on one side: in up
-to 5.3 % of samples instead of 5 %.
+Without this factor, an auc interval from a few hundred rows is too often wrong on one side. This
+occurs in up to 5.3 % of samples instead of 5 %.
 """
 
 _UNDEFINED_SHARE = 0.01

@@ -214,7 +214,7 @@ class FakeProvider(EndpointProvider):
     ) -> EndpointState:
         """Return the state after a change, as the base class does.
 
-        Unlike there, a rollback without a present state keeps idle deployments.
+        In a rollback without a present state, idle deployments remain, unlike in the base class.
         """
         if is_rollback and current is None:
             return state
@@ -591,7 +591,7 @@ class FakeModelFiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeWorld:
-    """Services and machine that outlive a process.
+    """Services and machine that remain after a process ends.
 
     `context` gives a process its view of them.
     """

@@ -160,9 +160,9 @@ def compare(
     Runtime on this machine.
 
     Raises:
-        UserError: a file is not a valid model, or the two models have different inputs. The same
-            error is raised if a model needs an opset, IR version or operators that the target
-            lacks, or if an output has another shape for other rows.
+        UserError: a file is not a valid model, or the two models have different inputs. This
+            error is also raised if the target lacks a model's opset, IR version or operators, or
+            if an output has another shape for other rows.
         MeasurementError: the machine does not meet the target's requirements, a model fails, or A
             gives different answers to the same rows.
     """

@@ -75,7 +75,7 @@ class _MemoryGroup:
     def read_available_bytes(self) -> int | None:
         """Return the limit minus the memory that cannot be freed.
 
-        Return None without a limit, or if the usage cannot be read.
+        Return None if there is no limit, or if the usage is unreadable.
         """
         limit, usage = self.read_limit(), _read_text(self.folder / self.usage_file).strip()
         if limit is None or not usage.isdecimal():

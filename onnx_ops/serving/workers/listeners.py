@@ -1,7 +1,7 @@
-"""The listening sockets, which outlive the supervisor that created them.
+"""The listening sockets, which remain when the supervisor that created them ends.
 
-Workers accept connections from one shared socket, so a worker that dies loses no waiting
-connection. If the supervisor dies, the next supervisor receives the socket from a worker over the
+Workers accept connections from one shared socket, so a worker that ends loses no waiting
+connection. If the supervisor ends, the next supervisor receives the socket from a worker over the
 handover socket in the server's folder (docs/adr/0008-endpoint-server.md).
 """
 
@@ -103,7 +103,7 @@ def connect_unix(path: Path, *, timeout_s: float) -> socket.socket:
 def get_shadow_path(folder: Path, origin: str, slot: int) -> Path:
     """Return the path of the Unix socket of a slot's shadow process.
 
-    Workers whose supervisor has died can have other slots for the same deployments. The path
+    Workers whose supervisor has ended can have other slots for the same deployments. The path
     contains the origin of `SharedMetrics`, so these workers cannot connect to the shadow processes
     of the next supervisor.
     """
@@ -111,7 +111,7 @@ def get_shadow_path(folder: Path, origin: str, slot: int) -> Path:
 
 
 def receive_sockets(folder: Path, host: str, port: int) -> ListenerSockets | None:
-    """Return the sockets of workers whose supervisor has died.
+    """Return the sockets of workers whose supervisor has ended.
 
     Return None if there are no such workers, or if they answer too late. Return None also if the
     socket has another host or port.

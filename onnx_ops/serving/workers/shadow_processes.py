@@ -3,7 +3,7 @@
 The supervisor forks them. A shadow process loads only its deployment, and has no public socket.
 Workers send copies of requests to it over a Unix socket (`ShadowQueue`). After the load, it runs at
 the lowest priority that the system permits. The supervisor owns the listening socket. The socket
-outlives a shadow process that dies, and the next process uses it.
+remains when a shadow process ends, and the next process uses it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ _KILLED_S = 1.0
 _STABLE_S = 60.0
 """Seconds after which a process is regarded as stable.
 
-If a stable process dies, the next one starts without a pause.
+If a stable process ends, the next one starts without a pause.
 """
 
 
@@ -279,7 +279,7 @@ class ShadowProcesses:
             await asyncio.wait(self._tasks, timeout=_KILLED_S)
 
     async def _supervise(self, shadow: _Shadow, listener: socket.socket) -> None:
-        """Run the process of a shadow deployment, and replace it when it dies."""
+        """Run the process of a shadow deployment, and replace it when it ends."""
         load_deaths = deaths = 0
         while True:
             started_at = time.monotonic()

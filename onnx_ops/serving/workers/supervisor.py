@@ -533,7 +533,7 @@ class Supervisor:
         )
         write_durably(self._folder / SERVER_FILE, codec.dumps(record))
         _log.info("serving on port %d with %d workers", record.port, self._options.workers)
-        # Workers of a supervisor that died would miss a publication, so they are ended. Until now
+        # Workers of a supervisor that ended would miss a publication, so they are ended. Until now
         # they have answered according to the same table.
         if orphans := self._list_orphans():
             _log.warning(

@@ -89,7 +89,7 @@ _BEAT_S = 0.25
 _ISOLATION_S = 60.0
 """Seconds for which a new worker runs one deployment at a time.
 
-This applies if earlier workers died while they ran several deployments.
+This applies if earlier workers ended while they ran several deployments.
 """
 
 
@@ -350,7 +350,7 @@ class Worker:
         end_process(slot, cell)
 
     async def _follow(self, channel: ControlChannel, failed: Mapping[str, str]) -> None:
-        """Process the supervisor's messages; after its death, pass on the sockets."""
+        """Process the supervisor's messages; after its end, pass on the sockets."""
         try:
             await channel.send(WorkerReady(failed=failed))
             while (message := await channel.receive()) is not None:

@@ -2,7 +2,7 @@
 
 Such a deployment is taken out of service.
 
-Before a worker runs a model, it records the run in shared memory. If the worker dies, or its event
+Before a worker runs a model, it records the run in shared memory. If the worker ends, or its event
 loop hangs, its death is attributed to the recorded runs. Only requests that the split has routed
 count. Otherwise, a client that selects a deployment could take any deployment out of service.
 
@@ -151,7 +151,7 @@ class WorkerHealth:
             state[HUNG_RUN + RUN_SLOT] = state[INLINE_RUN + RUN_SLOT]
 
     def record_death(self, worker: int) -> str:
-        """Charge the death of a worker to the deployments that it was running.
+        """Attribute the death of a worker to the deployments that it was running.
 
         Return the names of the deployments of the suspect runs (see `_take_runs`); empty if there
         were no runs.

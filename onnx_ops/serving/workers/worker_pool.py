@@ -1,4 +1,4 @@
-"""The worker processes, which the supervisor forks, and replaces when they die."""
+"""The worker processes, which the supervisor forks, and replaces when they end."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _CHECK_S = 0.5
 _STABLE_S = 60.0
 """Seconds a worker must run so that earlier deaths do not delay its replacement.
 
-A worker that was ended by a run is replaced immediately if it lived longer than this. Otherwise,
+A worker that was ended by a run is replaced immediately if it ran longer than this. Otherwise,
 the pause grows with each such death after the first.
 """
 _MAX_RUN_PAUSE_S = 2.0
@@ -144,12 +144,12 @@ class WorkerPool:
     async def prepare(self, revision: TableRevision, limit_s: float) -> None:
         """Let every worker prepare a revision.
 
-        A worker that dies is replaced, and the new worker repeats the preparation. Workers that
+        A worker that ends is replaced, and the new worker repeats the preparation. Workers that
         take longer than `limit_s` are killed.
 
         Raises:
             OnnxOpsError: a worker reported this error in place of the prepared revision.
-            InfrastructureError: a worker died `_ATTEMPTS_PER_REVISION` times during the
+            InfrastructureError: a worker ended `_ATTEMPTS_PER_REVISION` times during the
                 preparation.
             ServiceUnavailableError: the workers did not prepare the revision within `limit_s`.
         """
@@ -212,7 +212,7 @@ class WorkerPool:
             await asyncio.wait(exits)
 
     async def _prepare_worker(self, number: int, revision: TableRevision) -> int | None:
-        """Return the id of the process that prepared the revision; None if it has died.
+        """Return the id of the process that prepared the revision; None if it has ended.
 
         Raises:
             OnnxOpsError: the worker could not prepare the revision.
@@ -322,7 +322,7 @@ class WorkerPool:
     def _compute_pause_s(
         self, worker: WorkerProcess, *, was_ready: bool, was_running: bool
     ) -> float:
-        """Return the pause in seconds before a worker that died is replaced.
+        """Return the pause in seconds before a worker that ended is replaced.
 
         A worker that had another cause of death than loading or a run is replaced immediately.
         """

@@ -42,8 +42,8 @@ def analyze(
 ) -> AnalysisResult | None:
     """Judge the counts of the rollout in progress.
 
-    Return None if the policy lacks an analysis, or if there is no candidate. Also return None if
-    the counts are missing, or are those of another candidate or step.
+    Return None if the policy has no analysis, or if the candidate or the counts are missing. Also
+    return None if the counts are those of another candidate or step.
     """
     if observations is None or roles.candidate is None or not policy.is_analyzed:
         return None

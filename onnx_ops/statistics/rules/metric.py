@@ -60,9 +60,9 @@ The share is about 1/3 for the squares of normally distributed errors.
 class MetricLimit:
     """One limit of a metric gate.
 
-    It is compared with an interval: `min` and `max` with that of the candidate's value, `max_drop`
-    with that of candidate minus baseline, and `max_increase` with that of candidate / baseline - 1.
-    `plain` is True if values have the label's unit.
+    It is compared with an interval. `min` and `max` are compared with that of the candidate's
+    value. `max_drop` is compared with that of candidate minus baseline, and `max_increase` with
+    that of candidate / baseline - 1. `plain` is True if values have the label's unit.
     """
 
     kind: Literal["max_drop", "max_increase", "min", "max"]

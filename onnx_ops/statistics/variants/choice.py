@@ -1,6 +1,6 @@
 """The choice of the variant to serve on each target.
 
-The module imports no numerical library, and thus loads fast. A run without work needs it too.
+The module imports no numerical library, so it loads fast. A run without work needs it too.
 """
 
 from __future__ import annotations
