@@ -148,6 +148,7 @@ def decode_table(
             number. The error is also raised for a `RollbackTable` that names no earlier table.
         InvalidSignatureError: no trusted key has signed the table. A `RollbackTable` needs no
             signature.
+        UserError: the file of a trusted key cannot be read, or contains another kind of key.
     """
     where = number.name
     if len(data) > MAX_TABLE_BYTES:

@@ -142,6 +142,7 @@ def load_decision_basis(
     Raises:
         NotFoundError: there is no decision for the target.
         InvalidSignatureError: no trusted key has signed the decision.
+        UserError: the file of a trusted key cannot be read, or contains another kind of key.
         DigestMismatchError: the decision is about other files, or the stored evidence differs from
             the signed evidence.
     """

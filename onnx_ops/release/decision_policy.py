@@ -47,6 +47,7 @@ def require_passing_decision(
         RefusedError: the version lacks a decision, or the verdict that applies is not PASS.
         InvalidSignatureError: the version's decision is forged, signed by a key that is not
             trusted, or about another model, version or target.
+        UserError: the file of a trusted key cannot be read, or contains another kind of key.
     """
     where, own = f"{record.model}/{record.version}", record.decisions.get(target)
     if own is None:

@@ -59,7 +59,8 @@ class Journal:
     ) -> _Result:
         """Call `change` with the endpoint's journal, and return its result.
 
-        The call is repeated with a fresh journal if another writer appended first.
+        The call is repeated with a fresh journal if another writer appended first (see
+        `retry_on_conflict`).
         """
         return retry_on_conflict(lambda: change(cls.open(context, endpoint, actor=actor)))
 

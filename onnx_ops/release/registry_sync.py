@@ -161,6 +161,7 @@ def require_approval(
     Raises:
         RefusedError: the decision is missing, forged, about another model, version or target, or
             about an earlier definition of the target, or its verdict is not PASS.
+        UserError: the file of a trusted key cannot be read, or contains another kind of key.
     """
     signed = require_passing_decision(record, target, context.verifier())
     if target_digest is not None and signed.record.target_digest != target_digest:
@@ -241,6 +242,7 @@ def restore_files(context: Context, deployment: Deployment) -> None:
     Raises:
         DigestMismatchError: the registry's content differs from what was deployed.
         NotFoundError: the registry does not have the version.
+        RefusedError: the model references weights outside its folder.
         ServiceUnavailableError: the registry does not answer.
     """
     if context.files.location(deployment.manifest) is None:

@@ -161,7 +161,12 @@ def benchmark(
 
 
 def read_runtime_facts(runtime: Runtime, target: Target, model: Path) -> RuntimeFacts:
-    """Return the execution providers that run the model on this machine."""
+    """Return the execution providers that run the model on this machine.
+
+    Raises:
+        UserError: the file is not a valid model, or the target does not support the model.
+        MeasurementError: the machine does not meet the target's requirements, or the model fails.
+    """
     require_hardware(runtime, target)
     if reason := explain_incompatibility(model, target):
         blocks = find_unsupported_blocks(share_structure(model))
@@ -242,6 +247,11 @@ def benchmark_pair(
     """Time B against A, and A against itself, and judge the result.
 
     `gates` are a latency gate with `max_regression`, and gates that need further measurements.
+
+    Raises:
+        UserError: the two models have different inputs; also the cases of `read_runtime_facts`.
+        MeasurementError: the requested execution provider did not run all nodes of A, the machine
+            does not meet the target's requirements, or a model fails.
     """
     shared_inputs(a, b)
     before = read_runtime_facts(runtime, target, a)

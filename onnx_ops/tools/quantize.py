@@ -308,6 +308,10 @@ def search_variant(
     `tuning_data`. `data` contains a digest of the rows for each use. If no model meets the budget,
     the measured model with the smallest loss is written as `STEM.closest.onnx` beside `path`. Such
     a file of an earlier search is removed.
+
+    Raises:
+        UserError: the paths cannot be used (see `check_paths`), or no model meets the budget.
+        StageError: a library wrote a different file for the same recipe.
     """
     check_paths(source, path)
     closest_path = path.with_name(f"{path.stem}.closest{path.suffix}")
