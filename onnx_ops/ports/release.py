@@ -375,7 +375,7 @@ class EndpointProvider(Plugin):
         """
 
     def confirm_rollout(self, config: EndpointConfig) -> None:
-        """Confirm that a candidate keeps its traffic.
+        """Confirm that the rollout of a candidate continues.
 
         A reconciliation calls this after it has checked the rollout and decided to continue.
 

@@ -229,7 +229,7 @@ def make_row() -> MetricsRow:
 
 
 def make_thread_runs() -> MetricsRow:
-    """Return zeros for the numbers of runs, in memory that no other process can access.
+    """Return zeros for the numbers of runs, in memory of only this process.
 
     `SharedMetrics.get_thread_runs` returns the shared numbers.
     """

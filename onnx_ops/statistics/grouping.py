@@ -222,7 +222,7 @@ def _find_copies(inputs: Mapping[str, Array], rows: int) -> Iterator[str]:
 
 
 def _holds_measured_values(array: Array) -> bool:
-    """Return whether an array contains fractions or texts, which rarely repeat by chance."""
+    """Return whether an array has fractions or texts, which rarely repeat by chance."""
     return bool((array.dtype.kind == "f" and (array % 1 != 0).any()) or array.dtype.kind in "USO")
 
 

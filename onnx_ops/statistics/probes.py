@@ -326,7 +326,7 @@ def make_probe_groups(
 
 
 def _make_multiples(samples: Tensors, rows: Rows) -> dict[str, ProbeGroup]:
-    """Return those multiples of real rows that the types of all float inputs can represent."""
+    """Return multiples of real rows that the types of all float inputs can represent."""
     # Each pair shows how far a float input can be multiplied: its largest value, and that of its
     # type.
     room = []

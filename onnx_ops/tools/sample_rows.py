@@ -180,7 +180,7 @@ def _make_probes(
 
 
 def _holds_plain_numbers(array: Any, known: InputBounds | None) -> bool:
-    """Return whether an input contains whole numbers other than indices, sizes and files.
+    """Return whether an input has whole numbers other than indices, sizes and files.
 
     The graph shows which inputs are indices or sizes.
     """

@@ -189,7 +189,7 @@ class ModelSignature:
         self.outputs_prefix = self.response_prefix + b',"outputs":['
 
     def check_feed(self, feed: dict[str, Array]) -> int:
-        """Check a feed for completeness, sizes, images, long texts and NaN; return its rows.
+        """Check a feed for missing inputs, NaN, sizes and images; return its row count.
 
         `InferenceRequest.rows` describes the result.
 

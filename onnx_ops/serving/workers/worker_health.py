@@ -79,7 +79,7 @@ class RunCounts:
 
 
 def share_death(runs: Mapping[int, RunCounts]) -> Mapping[int, Fraction]:
-    """Return by slot the share of a worker's death that is attributed to each deployment.
+    """Return by slot the share of a worker's death attributed to each deployment.
 
     Each run in progress gets the same share. If requests end workers with every version, the
     shares of the versions are proportional to their running times. So a comparison per request
@@ -119,7 +119,7 @@ class WorkerHealth:
         self._shared_deaths = 0
 
     def start_table(self, revision: TableRevision) -> None:
-        """Reset the attributed deaths for a new table, whose deployments are all in service."""
+        """Reset the deaths for a new table, whose deployments are all in service."""
         table, weights = revision.table, revision.table.state.split.weights
         serving = [name for name in table.layout if weights.get(name)]
         self._slots = revision.slots

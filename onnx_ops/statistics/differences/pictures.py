@@ -336,7 +336,7 @@ def _explain_crop(left: Floats, right: Floats) -> str:
 
 
 def _list_shifts(left: Floats, right: Floats, reach: int) -> Iterator[tuple[int, int]]:
-    """Yield up to 12 shifts with the highest phase correlation of two pictures.
+    """Yield the 12 shifts with the highest phase correlation that are within `reach`.
 
     Kuglin and Hines 1975, Proc. IEEE Int. Conf. on Cybernetics and Society, 163-165.
     """
