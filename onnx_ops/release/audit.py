@@ -65,6 +65,7 @@ def reevaluate(
     Raises:
         NotFoundError: the version or its decision for the target does not exist.
         DigestMismatchError: the stored evidence differs from the signed evidence.
+        UserError: the file of a trusted key cannot be read, or contains another kind of key.
     """
     record = context.registry().version(model, version)
     targets = [target] if target is not None else sorted(record.decisions)

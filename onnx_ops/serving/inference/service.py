@@ -268,8 +268,8 @@ class InferenceService:
         were evidence, a client could decide a rollout by sending many of these requests to one
         version. Therefore the other versions decode the request too. Without another version, every
         error is evidence. An error that is not a refusal, such as the failure of a run, is always
-        evidence. If the budget of decompressed bodies is exhausted while the other versions decode the
-        request, the cause stays unknown. The error is then not evidence.
+        evidence. If the budget of decompressed bodies is exhausted while the other versions decode
+        the request, the cause stays unknown. The error is then not evidence.
         """
         is_refusal = isinstance(error, UserError) and not isinstance(error, InputsRejectedError)
         if not is_refusal or snapshot is None or loaded is None:
