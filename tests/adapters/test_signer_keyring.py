@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
+import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,8 @@ def test_keyring_rotate_of_key_created_without_keyring_trusts_old_key(
     old = create_key(signing)
     Keyring(signing, trusted).rotate(admit_nowhere)
     TrustedKeys(trusted).verify(RECORD, old.sign(RECORD), old.key)
+    modes = {stat.S_IMODE(path.stat().st_mode) for path in trusted.glob("*.pub.pem")}
+    assert modes == {0o644}, "other users can read public keys"
 
 
 def test_keyring_rotate_leaves_no_old_private_key(

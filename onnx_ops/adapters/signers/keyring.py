@@ -206,4 +206,4 @@ class Keyring:
     def _trust(self, signer: EcdsaSigner) -> None:
         path = self._trusted / f"{self._signing.stem}-{short_digest(signer.key)}{PUBLIC_SUFFIX}"
         if not path.exists():
-            write_durably(path, signer.public_pem())
+            write_durably(path, signer.public_pem(), 0o644)
