@@ -134,7 +134,7 @@ def test_azureml_diagnosis_with_html_response_reports_failed_check(
         ({}, {"instance_type": "Standard_X1"}, "quota for Standard_X1", "--subscription "),
         (
             {"roles": [{"actions": [f"{_ML}/*"], "notActions": []}]},
-            {"min_instances": 1, "max_instances": 2},
+            {"traffic": "native", "min_instances": 1, "max_instances": 2},
             "role on workspace",
             (
                 "the role Monitoring Reader on the workspace and a role with the permissions of "
@@ -155,6 +155,18 @@ def test_azureml_diagnosis_with_unmet_or_unreadable_prerequisite_reports_check_a
     findings = look(world, **options)
     assert broken(findings) == (f"azure {check}",)
     assert expected in f"{findings[f'azure {check}'].found} {findings[f'azure {check}'].remedy}"
+
+
+@pytest.mark.parametrize("missing", [f"{_ML}/models/versions/write", "Microsoft.Insights/*"])
+def test_azureml_diagnosis_with_table_needs_neither_models_nor_metrics(
+    world: World, missing: str
+) -> None:
+    world.cloud.conditions.roles = [{"actions": ["*"], "notActions": [missing]}]
+    place = "abfs://{}@acmemodels.dfs.core.windows.net/prod"
+    locations = {part: place.format(part) for part in ("control", "reports")}
+    check = "azure role on workspace"
+    assert look(world, traffic="table", **locations)[check].ok
+    assert not look(world, traffic="native")[check].ok
 
 
 def test_azureml_diagnosis_with_quota_for_two_versions_reports_no_problem(world: World) -> None:

@@ -29,11 +29,11 @@ ACTIONS = (
     f"{_WORKSPACES}/onlineEndpoints/delete",
     f"{_WORKSPACES}/onlineEndpoints/deployments/write",
     f"{_WORKSPACES}/onlineEndpoints/deployments/delete",
-    f"{_WORKSPACES}/models/versions/write",
     f"{_WORKSPACES}/environments/versions/write",
-    "Microsoft.Insights/metrics/read",
 )
-"""Azure actions that are checked: changes of resources, and reads of metrics."""
+"""Azure actions that are checked for all endpoints."""
+_NATIVE_ACTIONS = (f"{_WORKSPACES}/models/versions/write", "Microsoft.Insights/metrics/read")
+"""Azure actions that are also checked with `traffic: native`."""
 _SCALING_ACTIONS = tuple(
     f"Microsoft.Insights/autoscaleSettings/{verb}" for verb in ("read", "write", "delete")
 )
@@ -109,7 +109,7 @@ def _diagnose_endpoint(values: Mapping[str, Json]) -> Iterator[Diagnosis]:
 def _check_role(options: AzureOptions) -> Finding:
     path = f"{options.place.path}/providers/Microsoft.Authorization/permissions"
     granted = request_resource(f"{path}?api-version=2022-04-01")
-    needed = ACTIONS + _SCALING_ACTIONS * options.scaled
+    needed = ACTIONS + _NATIVE_ACTIONS * (not options.is_table) + _SCALING_ACTIONS * options.scaled
     missing = [action for action in needed if not is_allowed(action, granted.get("value", ()))]
     if missing:
         return False, f"not permitted: {', '.join(missing)}", make_role_remedy(*missing)
