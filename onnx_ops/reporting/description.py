@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from onnx_ops.domain.artifact import short_digest
+from onnx_ops.domain.artifact import digest_bytes, short_digest
 from onnx_ops.domain.decision import Decision, GateResult
 from onnx_ops.reporting.formatting import markdown, markdown_table, result_figure, result_interval
 
@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 DESCRIPTION_LIMIT = 5000
 """Maximum number of characters of a version's description in a registry."""
 
-KEPT = "*Written by onnx-ops from the pipeline file. onnx-ops never overwrites a changed text.*"
-"""End of a registered model's description that onnx-ops has written."""
+_ORIGIN = (
+    "*Written by onnx-ops from the pipeline file (text `{}`). onnx-ops never overwrites a changed "
+    "text.*"
+)
+"""End of a registered model's description that onnx-ops has written, with a digest of the text."""
 
 _VERSIONS = (
     "Each version is one variant of one release. Its description begins with the verdict on each "
@@ -164,11 +167,23 @@ def model_description(
 ) -> str:
     """Return the description of a registered model in Markdown.
 
-    It has the pipeline file's description, and explains how to read the model's versions.
+    It has the pipeline file's description, and explains how to read the model's versions. Its end
+    contains a digest, by which `is_unchanged` detects changes.
     """
     variants, targets = (markdown(", ".join(names)) for names in (variants, targets))
     made = f"Pipeline {markdown(pipeline)}. Variants: {variants}. Targets: {targets}."
-    return "\n\n".join(part for part in (markdown(about), made, _VERSIONS, KEPT) if part)
+    text = "\n\n".join(part for part in (markdown(about), made, _VERSIONS) if part)
+    return f"{text}\n\n{_make_origin(text)}"
+
+
+def is_unchanged(description: str) -> bool:
+    """Return whether a registered model's description is exactly what onnx-ops has written."""
+    text, _, origin = description.rpartition("\n\n")
+    return origin == _make_origin(text)
+
+
+def _make_origin(text: str) -> str:
+    return _ORIGIN.format(short_digest(digest_bytes(text.encode())))
 
 
 def parse_reason(description: str, target: str) -> str:

@@ -191,9 +191,14 @@ class TestOnAServer(RegistrySuite):
             return str(client.get_registered_model("described").description)
 
         assert published("A line.").startswith("A line.\n\nPipeline linear. Variants: fp32.")
-        assert published("A straight line.").startswith("A straight line.")
-        client.update_registered_model("described", "Mine.")
-        assert published("A line.") == "Mine."
+        written = published("A straight line.")
+        assert written.startswith("A straight line.")
+        assert published("A straight line.") == written
+        for edited in ("Mine.", f"Mine.\n\n{written}", written.replace("fp32", "int8")):
+            client.update_registered_model("described", edited)
+            assert published("A line.") == edited
+        client.update_registered_model("described", "")
+        assert published("A line.").startswith("A line.")
 
     def test_publish_writes_readable_tags_before_internal_tags(
         self, registry: MlflowRegistry, tmp_path: Path

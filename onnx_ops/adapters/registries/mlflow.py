@@ -69,7 +69,7 @@ from onnx_ops.errors import (
     suggest,
 )
 from onnx_ops.printable import show_controls
-from onnx_ops.reporting.description import KEPT
+from onnx_ops.reporting.description import is_unchanged
 from onnx_ops.scratch import Scratch
 
 if TYPE_CHECKING:
@@ -162,10 +162,8 @@ class MlflowRegistry:
                 if not models:
                     client.create_registered_model(model, description=about)
                 elif about not in ("", description) and (
-                    not description or description.endswith(KEPT)
+                    not description or is_unchanged(description)
                 ):
-                    # A description is replaced only if it is empty or ends with KEPT. Users write
-                    # other descriptions.
                     client.update_registered_model(model, about)
             return publisher.publish()
 
