@@ -75,7 +75,7 @@ Config of create and update (-C name=value):
   others    options of a new endpoint, as under `deploy: … options:` in a pipeline file, \
 e.g. port=8080
 
-A version is refused (PERMISSION_DENIED) unless it carries a passing, correctly signed decision \
+A version is refused (PERMISSION_DENIED) if it has no passing, correctly signed decision \
 for the target. Its
 files must have been registered by `onnx-ops run`. Endpoints of the same model and target follow \
 the same alias, so that

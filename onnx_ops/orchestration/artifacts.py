@@ -46,7 +46,7 @@ def publish_tables(summary: Summary) -> None:
             "gate": row.describe_gate(),
             "verdict": f"{row.result.verdict.value.upper()}"
             f"{' (advisory)' if row.result.advisory else ''}",
-            "figure": row.measured,
+            "measured": row.measured,
             "limit": row.result.limit,
             "n": str(row.result.n or ""),
             "reason": row.result.reason,

@@ -129,10 +129,10 @@ def version_description(
     ]
     results = []
     for row in worst_first(result_table(ordered)):
-        gate, limit, figure, verdict, reason = row.markdown_cells()
-        results.append((gate, row.target, limit, figure, verdict, _cut(reason)))
+        gate, limit, measured, verdict, reason = row.markdown_cells()
+        results.append((gate, row.target, limit, measured, verdict, _cut(reason)))
     head, separator, *rows = markdown_table(
-        ("gate", "target", "limit", "figure", "verdict", "reason"), results
+        ("gate", "target", "limit", "measured", "verdict", "reason"), results
     )
     room = DESCRIPTION_LIMIT - len(tail) - 2
     sections = []

@@ -30,7 +30,7 @@ _UNREVIEWED = (
 )
 
 _VARIANT_HEADS = ("variant", "target", "verdict", "task metrics", "median latency", "size")
-_RESULT_HEADS = ("variant", "target", "gate", "limit", "figure", "verdict", "reason")
+_RESULT_HEADS = ("variant", "target", "gate", "limit", "measured", "verdict", "reason")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -408,7 +408,7 @@ def test_publish_tables_creates_tables_of_all_gates_and_choices(prefect_server: 
         ("int8", "latency p99", "FAIL (advisory)"),
         ("fp32", "latency", "FAIL"),
     ]
-    assert gates[0]["figure"] == "0.8× [0.78, 0.82]×"
+    assert gates[0]["measured"] == "0.8× [0.78, 0.82]×"
     (choice,) = yaml.safe_load(str(found["digits-mlp-choices"].data))
     assert (choice["variant"], choice["version"]) == ("int8", "5")
     assert "`onnx-ops report digits-mlp/4`" in str(found["digits-mlp-report"].data)
