@@ -201,9 +201,10 @@ class ParityMeasurement:
 class BatchInvariance:
     """Comparison of one output for rows in one batch and for the same rows one by one.
 
-    `error` is max |f(batch)[i] - f(row i)|; `ratio` is error in units of the source's noise.
-    `changed` is the share of rows whose class (arg max, or label) differs; None for an output that
-    has no classes.
+    `error` is max |f(batch)[i] - f(row i)|; for labels, it is the share of rows that differ.
+    `ratio` is `error` in units of the source's noise, or of a tenth of the fixed tolerance if the
+    noise is not measured. `changed` is the share of rows whose class (arg max, or label) differs;
+    None for an output that has no classes.
     """
 
     output: str

@@ -245,7 +245,7 @@ def _make_tolerances(kind: str, max_regression: float | None) -> dict[str, Seque
 
 def _find_zero_regression(max_regression: float | None) -> Iterator[tuple[str, str]]:
     if max_regression == 0:
-        message = "0% cannot be shown of a model that is as good as the baseline; allow a little"
+        message = "no measurement can show a regression of at most 0%; set a higher limit"
         yield "max_regression", message
 
 
@@ -524,7 +524,8 @@ class SlicesGate(TaskMetricGate):
             return FEWEST_SLICE_ROWS
         needed = [float(FEWEST_SLICE_ROWS)]
         if self.max_drop and self.max_drop < 1:
-            # Without a lost row, the lower end of Tango's interval is -z^2 / (rows + z^2).
+            # If no row is right only in the baseline, the lower end of Tango's interval is
+            # -z^2 / (rows + z^2).
             square = NormalDist().inv_cdf(1 - _ERROR) ** 2
             needed.append(math.floor(square * (1 - self.max_drop) / self.max_drop) + 1)
         if self.min and self.min < 1:

@@ -71,7 +71,7 @@ class LedgerAdopted:
 class AliasSelection:
     """An alias of the registry selects a version.
 
-    `seen_at` is when a reconciler first saw the alias on this version.
+    `seen_at` is when a reconciler first read the alias on this version.
     """
 
     alias: str
@@ -392,7 +392,7 @@ class ReleaseState:
         roles: deployments by role.
         stable_since: when the release of the stable version got all traffic; 0 without one.
         selected: the version that an alias selected last; None after a rollback was requested.
-        left: the release whose promotion a run skipped last.
+        left: the version whose promotion a run skipped last.
         open_intent: the action in progress.
         generation: sequence of the last intent, open or closed, or of a later requested rollback.
             It orders the effects on the endpoint.

@@ -297,7 +297,7 @@ def list_search_recipes(
 
     Args:
         calibrated: whether there are calibration data, which static quantization needs.
-        small: whether small files are wanted, not only fast ones.
+        small: whether small models are wanted, not only fast ones.
     """
     recipes = [Recipe(name="dynamic", method="dynamic")]
     if machines and all(one.fp16 for one in machines):

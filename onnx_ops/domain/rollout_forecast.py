@@ -112,7 +112,8 @@ class HarmForecast:
     Attributes:
         median_s: time within which half of rollouts find the harm.
         most_s: time within which 95 % find it.
-        undetected: share of rollouts that reach the step and leave it before the harm is found.
+        undetected: of the rollouts that reach the step, the share that leaves it before the harm is
+            found.
         needed_requests: requests of the candidate within `most_s`.
     """
 

@@ -13,7 +13,7 @@ _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 _WRITTEN_NUMBER = re.compile(
     r"""[-+(]?\s*[$€£¥]?\s*            # a sign, a currency
-    (\d{1,3}([.,'\u00a0\u202f\ ]\d{3})+|\d+)  # thousands apart, or not
+    (\d{1,3}([.,'\u00a0\u202f\ ]\d{3})+|\d+)  # digits, in groups of three or not
     ([.,]\d+)?                         # the fraction
     \s*[%$€£¥]?\)?""",
     re.VERBOSE,

@@ -498,7 +498,7 @@ METRICS: dict[str, TaskMetric] = {
 """The metrics by name, in the order of schemas and messages."""
 
 DEFAULT_FOR_CLASSES = "accuracy"
-"""The metric of a gate without a name.
+"""The metric of a gate without the keys `name` and `use`.
 
 It is measured wherever labels allow it.
 """

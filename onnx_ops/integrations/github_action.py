@@ -181,7 +181,7 @@ def run(
             folder, base, hand_over=hand_over, metrics_folder=metrics_folder, records=records
         )
     # The repository's code must not send commands to the runner through its output. The runner
-    # accepts commands again after a token that only this process knows.
+    # accepts commands again after a random token, which that code cannot guess.
     word = secrets.token_hex(16)
     _print_line(f"::stop-commands::{word}")
     try:

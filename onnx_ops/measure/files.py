@@ -130,7 +130,7 @@ def get_dataset(store: Store, manifest: Manifest, export: Manifest | None = None
 
     With an export, rows are on axis 0 of every input, and columns are converted for the export's
     model (see `convert_inputs`). The columns of a matrix are in the model's order. If the data set
-    lacks the value of an input that is the same for all rows, it is that of the export.
+    lacks the value of an input that is the same for all rows, the value of the export is used.
 
     Raises:
         UserError: the columns, rows or types of the data set do not fit the export's model.

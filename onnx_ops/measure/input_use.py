@@ -55,8 +55,8 @@ def find_unused_inputs(
 def _select_rows(real: ReferenceGroup) -> Tensors:
     """Return as many real rows as fit into `_BYTES`.
 
-    Each input also needs memory for two replacements. At most `_ROWS` rows are returned, and at
-    least 2 if the group has 2.
+    The model runs with these rows, and then up to twice for each input with replaced values. At
+    most `_ROWS` rows are returned, and at least 2 if the group has 2.
     """
     total = len(next(iter(real.inputs.values())))
     tensors = [*real.inputs.values(), *(real.single or real.double or {}).values()]

@@ -87,7 +87,7 @@ class RowLayout:
     def read(self, rows: Tensors, outputs: Tensors) -> dict[str, Any]:
         """Return the outputs of a run with rows on axis 0.
 
-        Exporters often lose the names of an output's dimensions. The rows are then assumed to be on
+        Exporters often omit the names of an output's dimensions. The rows are then assumed to be on
         the first axis that has as many entries as there were input rows.
         """
         if self.is_plain:

@@ -239,9 +239,10 @@ def measure_starts(
 
 
 def compare_starts(pair: PairedBenchmark) -> tuple[tuple[PairedRatios, ...], RawSamples]:
-    """Compare fresh processes of baseline and candidate, look by look.
+    """Compare fresh processes of baseline and candidate.
 
-    Peak memory is left out if the system does not report it.
+    For the end of the measurement, see `measure_until_decided`. Peak memory is left out if the
+    system does not report it.
     """
 
     def measure(rounds: int, seed: int) -> StartSamples:

@@ -247,8 +247,8 @@ def _judge_share(
             reason=f"{different} of {count} answers differ, although no step failed, except "
             f"advisory ones; the first is {measured.differing[0]}",
         )
-    # Decoders and resize filters within their tolerances can change answers that are close to a
-    # limit, so such differences are accepted.
+    # Decoders and resize filters within their tolerances can change the answer to an input near a
+    # decision boundary, so such differences are accepted.
     is_moved = any(step.unit == "levels" and step.estimate for step in steps)
     if different > tolerances.answers * count and not is_moved:
         reason = f"{different} of {count} answers differ; more inputs would decide"

@@ -138,7 +138,10 @@ def measure_latency(
 
 
 def compare_latency(pair: PairedBenchmark) -> tuple[LatencyComparison, RawSamples]:
-    """Compare fresh sessions of baseline and candidate, look by look."""
+    """Compare fresh sessions of baseline and candidate.
+
+    For the end of the measurement, see `measure_until_decided`.
+    """
     alone = pair.runtime.sample(pair.baseline, pair.target, pair.feed, runs=5, warmup=1)
     schedule = plan_schedule(float(np.median(alone.nanoseconds.astype(np.float64))) / 1e9)
 
@@ -148,7 +151,7 @@ def compare_latency(pair: PairedBenchmark) -> tuple[LatencyComparison, RawSample
         )
 
     def figures(looks: Sequence[PairedBenchmarkSamples]) -> tuple[RatioSamples]:
-        """Return the log ratios of all looks together.
+        """Return the log ratios of all samples so far.
 
         The effect of the probe is estimated from all runs.
         """
@@ -189,8 +192,8 @@ def plan_schedule(run_s: float) -> PairedBenchmarkSchedule:
     """Plan the rounds of a model, with fewer and shorter blocks if it is slow.
 
     Long runs vary less, so that fewer blocks suffice. The noise between sessions is averaged only
-    over rounds. With half the blocks, models of 0.25 ms need 11 % more rounds for a verdict, and
-    models of 1 ms 36 % more, but each round takes about two thirds of the time.
+    over rounds. With half the blocks, a round takes about two thirds of the time. Models of 0.25 ms
+    then need 11 % more rounds for a verdict, and models of 1 ms need 36 % more.
     """
     run_s = max(run_s, 1e-9)
     blocks = int(np.clip(ROUND_S / (3 * RUNS * run_s), *BLOCKS))
@@ -206,10 +209,11 @@ def measure_until_decided(
     figures: Callable[[Sequence[S]], Sequence[RatioSamples]],
     tolerances: Sequence[Sequence[float]],
 ) -> list[S]:
-    """Measure look by look, until all limits are decided or time runs out.
+    """Measure until all limits are decided or time runs out.
 
-    The measurement also ends at the last look, or if later looks cannot decide a limit (see
-    `should_continue`). `measure` takes the number of rounds and a seed. `figures` computes the
+    The samples are evaluated at each look: when the number of rounds reaches the next entry of
+    `LOOKS`. The measurement also ends at the last look, or if later looks cannot decide a limit
+    (see `should_continue`). `measure` takes the number of rounds and a seed. `figures` computes the
     ratios of all samples so far; unknown ratios are empty and do not extend the measurement.
     `tolerances` are the limits of each of these ratios, in the same order. `noun` names the pairs
     in progress messages.

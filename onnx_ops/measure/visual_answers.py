@@ -28,10 +28,10 @@ from onnx_ops.ports import Tensors
 _BOXES = "boxes are x1, y1, x2, y2: the least and the greatest coordinates"
 _CORNERS = 4
 _SCORE, _CLASS = 4, 5
-"""Columns of a detection."""
+"""Columns of the score and of the class of a detection."""
 
 _OBJECT_CLASS = 4
-"""Column of an object."""
+"""Column of the class of an object."""
 
 _CLASS_NAMES, _SCORE_NAMES = ("class", "label", "cls"), ("score", "conf", "prob")
 """Parts of the names of outputs with classes or scores, if types are ambiguous."""

@@ -345,7 +345,7 @@ class AveragePrecision:
     """Mean average precision as a function of image weights.
 
     The mean is over thresholds and classes with an object. If an image has the weight w, each of
-    its detections stands w times in succession in the order of scores.
+    its detections counts as w successive detections in the order of scores.
     """
 
     def __init__(self, matches: Matches) -> None:

@@ -1,8 +1,8 @@
 """Remove rounding, so that a quantized model and its original can be compared.
 
 The quantized model is written in float, and its float original with the rounded weights. Both files
-must give equal answers within the tolerance for float models. A lost node, a wrong axis or a wrong
-constant is therefore detected despite the rounding.
+must give equal answers within the tolerance for float models. A missing node, a wrong axis or a
+wrong constant is therefore detected despite the rounding.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ def write_with_outputs(path: Path, names: Sequence[str], copy: Path) -> None:
     """Write a copy of the model with named values as further outputs.
 
     The values are those of the main graph. Weights outside the file are not read: the copy refers
-    to the same files, and so must be in the same folder. Each value is held in memory while the
-    copy runs.
+    to the same files, and so must be in the same folder. Each value is in memory while the copy
+    runs.
     """
     model = read_structure(path)
     outputs = {value.name for value in model.graph.output}

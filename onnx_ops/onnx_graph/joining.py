@@ -168,9 +168,9 @@ def build_image_decoder(
 
     Its input `name` is uint8 of shape (batch, bytes). Each row is one file, padded with zeros. Its
     output is float32 of shape (batch, 3, height, width): RGB, stretched to the size by linear
-    interpolation with antialiasing. Its values are multiplied by `scale`, minus `mean`, divided by
-    `std`. A gray image has the same value in all three channels. The nodes decode one row after
-    another, so that only one image is in memory at its full size.
+    interpolation with antialiasing. Its values are (level * `scale` - `mean`) / `std`. A gray image
+    has the same value in all three channels. The nodes decode one row after another, so that only
+    one image is in memory at its full size.
 
     Args:
         letterbox: level (0 to 255) of the border. The image then keeps its proportions, and is at

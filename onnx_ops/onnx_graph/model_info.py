@@ -50,7 +50,8 @@ def count_operators(model: onnx.ModelProto) -> dict[str, int]:
     changed its definition, up to the opset that the model imports. Operators of other domains have
     the domain as prefix. The version of an operator that ONNX does not define is unknown. Nodes of
     subgraphs and functions are included. A function's nodes have the versions that the model
-    imports. For other domains, they have the versions that the function imports.
+    imports. For a domain that the model does not import, they have the version that the function
+    imports.
     """
     from onnx import defs
 

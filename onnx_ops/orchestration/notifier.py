@@ -58,7 +58,9 @@ class PrefectNotifier(Notifier):
             # A block is third-party code, whose exceptions can contain a secret of the block. So
             # only their type is reported.
             raise ServiceUnavailableError(
-                "could not notify", where=self._where, why=type(error).__name__
+                "the block did not send the notification",
+                where=self._where,
+                why=type(error).__name__,
             ) from None
 
     def check(self) -> str:

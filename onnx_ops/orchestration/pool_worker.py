@@ -317,7 +317,7 @@ class PoolWorker:
     def _outlasting(
         self, client: SyncPrefectClient, *, limit_s: float = math.inf
     ) -> Iterator[None]:
-        """Suppress the errors of a server that does not answer, for a limited time.
+        """Suppress the errors of a server that does not answer, for up to `limit_s`.
 
         Meanwhile, running stages continue and scheduled stages wait. The exception is raised if the
         first failure of this outage is more than `limit_s` ago, in seconds.

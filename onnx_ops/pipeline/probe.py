@@ -1,6 +1,6 @@
 """Read the data, code, tools and machines on which a plan depends.
 
-Nothing imports a framework.
+No query imports a framework.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ProjectProbe:
 
         With `trains`, the packages that only an export needs are left out. If an exporter or
         optimizer runs in an isolated environment, the requirements of the environment replace the
-        packages' versions. For a runtime, they are left out.
+        packages' versions. For a runtime in an isolated environment, both are left out.
         """
         versions = {
             "onnx-ops": plugins.version("onnx-ops"),
@@ -173,7 +173,7 @@ class OutlineProbe(ProjectProbe):
     def signer(self) -> Digest | None:
         """Return the digest of the signing key; None if nothing is signed.
 
-        With `signing = 'auto'`, the key need not exist yet, so another digest stands for it.
+        With `signing = 'auto'`, the key need not exist yet, so another digest is returned.
         """
         if self.signing in ("off", "auto"):
             return None if self.signing == "off" else digest_json(self.signing)

@@ -321,7 +321,10 @@ class Guard:
         )
 
     def _no_older_decision(self, record: VersionRecord, key: str, value: str) -> None:
-        """Refuse to replace a valid decision by an invalid or an older one."""
+        """Refuse to replace a valid decision by an invalid or an older one.
+
+        A tag with another spelling than onnx-ops writes is also refused.
+        """
         target = folded(key).removeprefix(DECISION)
         if key != f"{DECISION}{target}":
             raise RefusedError(

@@ -125,7 +125,7 @@ def install(app: Flask, guard: Guard) -> None:
             return
         # The request's message is named after the handler, such as `SetModelVersionTag`.
         kind = getattr(model_registry_pb2, handler.title().replace("_", ""))
-        message = handlers._get_request_message(kind())  # type: ignore[no-untyped-call] # noqa: SLF001 (see above)
+        message = handlers._get_request_message(kind())  # type: ignore[no-untyped-call] # noqa: SLF001 (see `_FUNCTIONS`)
         # basic-auth, or an application that replaces it, sets this variable. Without both, the user
         # is empty.
         user = str(g.get("mlflow_authenticated_user", ""))
