@@ -384,7 +384,8 @@ class Register(Attempts):
         doc(
             "manual: an operator promotes a release; auto: a passing release becomes "
             "challenger, unless another release has replaced it after an earlier promotion; "
-            "always: every passing release becomes challenger, as the repository requests."
+            "always: every passing release becomes challenger, even if another release has "
+            "replaced it."
         ),
     ] = "manual"
 

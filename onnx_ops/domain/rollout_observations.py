@@ -230,8 +230,8 @@ class UnitCounts:
 
     The badness of a unit is the share of its requests that were events.
 
-    A unit is a set of requests that is assigned to a version independently of other units. It is
-    the requests of one cell of users in one epoch, or a single request without a key. Each version
+    A unit is a set of requests that is assigned to a version independently of other units: the
+    requests of one cell of users in one epoch, or a single request without a key. Each version
     has a number of units for each of `BADNESS_EDGES`; zeros at the end can be left out.
     """
 

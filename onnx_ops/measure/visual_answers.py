@@ -161,7 +161,7 @@ def prepare_objects(definition: MetricDefinition, label: Array | None) -> Array:
     if label is None or not fits:
         has = "there is none" if label is None else f"it is {label.dtype} {tuple(label.shape)}"
         raise UserError(
-            f"the label must hold objects {needed}; {has}",
+            f"the label must contain objects {needed}; {has}",
             where=definition.label,
             remedy="Give places without an object the class -1.",
         )

@@ -500,7 +500,7 @@ def _integrate(right: Array, counted: Array, objects: Array) -> npt.NDArray[np.f
     others = counted - right
     plain = np.divide(hits - right, others, out=precision, where=others > 0)
     # `steps` becomes the number of recall steps that each right detection is the first to reach.
-    # They are compared as in pycocotools: recall 0.29 does not reach 0.29000000000000004.
+    # Recalls are compared as in pycocotools: 0.29 does not reach 0.29000000000000004.
     recall = hits / objects
     steps = (recall * 100 + 1e-9).astype(np.intp)
     steps += _RECALL_STEPS[steps] <= recall

@@ -59,7 +59,7 @@ def find_class_step(rows: int, holders: Array) -> float:
     """Estimate how much one more wrong row can decrease a mean over classes.
 
     The result is 1 / (classes * rows of the rarest class), and at least 1 / `rows`. By chance,
-    as many rows can be missing from the rows of a rare class as from all rows.
+    a sample can lack as many rows of a rare class as of all classes together.
 
     Args:
         rows: number of rows.

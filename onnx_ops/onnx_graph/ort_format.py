@@ -117,7 +117,7 @@ def _parse(data: bytes) -> onnx.ModelProto:
     stored = session.table(1)
     graph = stored.table(7) if stored is not None else None
     if stored is None or graph is None:
-        raise ValueError("it holds no graph")
+        raise ValueError("it contains no graph")
     model = onnx.ModelProto(ir_version=stored.number(0, "q"), producer_name=stored.text(2))
     for entry in stored.tables(1):
         model.opset_import.add(domain=entry.text(0), version=entry.number(1, "q"))

@@ -188,7 +188,7 @@ def post(events: Sequence[ReleaseEvent]) -> None:
     is down, and delays the end of the process. A ledger must not record unsent events as sent.
 
     Raises:
-        ServiceUnavailableError: the server does not answer, or refuses them.
+        ServiceUnavailableError: the server does not answer, or refuses the events.
         UserError: no server is configured.
     """
     import httpx

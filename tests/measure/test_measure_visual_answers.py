@@ -176,7 +176,7 @@ def test_find_label_problem_of_wrong_object_names_row(
 
 @pytest.mark.parametrize("label", [None, np.zeros((4, 5)), np.zeros((4, 2, 7))])
 def test_prepare_label_without_objects_raises_user_error(label: Any) -> None:
-    with pytest.raises(UserError, match="must hold objects"):
+    with pytest.raises(UserError, match="must contain objects"):
         prepare_label(MAP, label)
 
 

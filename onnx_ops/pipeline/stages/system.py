@@ -35,7 +35,7 @@ def execute(
 ) -> Manifest:
     """Compare the export with the project's code, and store the result of each step.
 
-    Both process the raw inputs.
+    The export and the code both process the raw inputs.
     """
     settings: Mapping[str, Any] = stage.settings
     section = codec.from_json(settings["section"], SystemComparison, where=stage.id)
