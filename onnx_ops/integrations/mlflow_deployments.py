@@ -2,9 +2,9 @@
 
 The target provides `mlflow deployments create -t onnx-ops …` and `get_deploy_client`.
 
-A deployment is an endpoint, and all rules of endpoints apply. A version is promoted as by `onnx-ops promote`,
-with its signed decision verified. The reconciler moves the endpoint. Endpoints that serve the same
-model on the same target follow the same alias.
+A deployment is an endpoint, and all rules of endpoints apply. A version is promoted as by
+`onnx-ops promote`, with its signed decision verified. The reconciler moves the endpoint. Endpoints
+that serve the same model on the same target follow the same alias.
 """
 
 from __future__ import annotations
