@@ -1,6 +1,6 @@
 """Balancing of outlier channels.
 
-It does not change the function, and happens only where nothing else reads the channels.
+The function stays the same. Channels that another node reads are not balanced.
 """
 
 from __future__ import annotations

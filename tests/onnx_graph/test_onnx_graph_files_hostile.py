@@ -186,7 +186,7 @@ def test_read_model_with_tied_or_adjacent_weights_reads_them(tmp_path: Path) -> 
 
 
 def test_read_model_with_linked_weights_raises_refused_error(tmp_path: Path) -> None:
-    """The onnx package follows no link, not even a hard link or one inside the folder."""
+    """The onnx package refuses every link, even a hard link or one inside the folder."""
     path = write_with(tmp_path / "model", external(("location", "w2")))
     (path.parent / "w2").symlink_to(path.parent / "w")
     read_structure(path)

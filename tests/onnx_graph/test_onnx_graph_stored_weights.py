@@ -91,7 +91,7 @@ def write_pairs(
 ) -> Path:
     """Write the source with both weights behind DequantizeLinear nodes.
 
-    The names carry no meaning, and the order is exchanged.
+    No name matches the source's, and the order is exchanged.
     """
     nodes, tensors = parts(OTHER, "k")
     more, others = parts(WEIGHT, "m")

@@ -240,7 +240,7 @@ def test_build_split_probes_of_correct_export_get_same_answers_as_source(
     assert differing(model, probes, path) == 0
 
 
-def test_build_split_probes_detect_ninety_percent_of_moved_thresholds(
+def test_build_split_probes_detect_at_least_ninety_percent_of_moved_thresholds(
     forest: tuple[Any, dict[str, Any], Path], tmp_path: Path
 ) -> None:
     model, samples, path = forest

@@ -337,7 +337,7 @@ def test_reconcile_flow_of_unknown_endpoint_fails(
 
 
 @pytest.mark.parametrize("down", [False, True])
-def test_reconcile_as_task_without_registry_returns_registry_down_state(
+def test_reconcile_as_task_returns_registry_down_state_only_without_registry(
     down: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from onnx_ops.orchestration import flows

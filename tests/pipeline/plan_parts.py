@@ -136,7 +136,7 @@ class CountingHandler:
     def claim(self, stage: Stage, key: Digest) -> AbstractContextManager[None]:
         """Store the result that another run has made since the first cache check.
 
-        `elsewhere` holds such results by stage.
+        `elsewhere` contains such results by stage.
         """
         if stage.id in self.elsewhere:
             self.results[key] = self.elsewhere[stage.id]

@@ -23,7 +23,7 @@ PIXELS = draw_pixels(12, 20)
 
 
 def build_png(width: int, height: int) -> bytes:
-    """Return a PNG file that announces a size and holds no pixels."""
+    """Return a PNG file that announces a size and contains no pixels."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
         checksum = struct.pack(">I", zlib.crc32(name + data))

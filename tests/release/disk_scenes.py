@@ -28,7 +28,7 @@ STATE = ".onnx-ops"
 class DiskWorld(FakeWorld):
     """A world whose ledger, model folders and store are below `root`, as in a project.
 
-    The registry and the endpoints are in memory, and outlive the processes.
+    The registry and the endpoints are in memory, and remain when a process ends.
     """
 
     root: Path

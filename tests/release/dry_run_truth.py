@@ -219,7 +219,7 @@ def count_requests(scene: Scene, random_: random.Random) -> None:
 
 
 def grow(scene: Scene, random_: random.Random) -> None:
-    """Bring a scene into a random state by random operations, some of which fail or die."""
+    """Bring a scene into a random state by random operations, some of which fail or are killed."""
     publish_versions(scene)
     for name in ENDPOINTS[: random_.choice((1, 2))]:
         scene.bind(name, random_.choice((AT_ONCE, CANARY, GUARDED)))

@@ -156,7 +156,7 @@ def _try(
 ) -> list[str]:
     """Try one point, and return the problems.
 
-    A process that gets an error ends. A process that cannot write to the folder lives until its
+    A process that gets an error ends. A process that cannot write to the folder runs until its
     lease has expired.
     """
     kind, moment = point

@@ -99,7 +99,7 @@ def override_record(record: VersionRecord | Deployment, **changes: Any) -> Overr
 
 
 def override_tags(envelope: Envelope, reason: str = "sure") -> dict[str, str]:
-    """Return the tags of a version that hold an override."""
+    """Return the tags of a version that contain an override."""
     return {
         override_reason_tag(TARGET): reason,
         override_record_tag(TARGET): codec.dumps(envelope).decode(),

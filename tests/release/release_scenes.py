@@ -120,7 +120,7 @@ def with_candidate(scene: Scene, *, verdict: Verdict = Verdict.PASS) -> Scene:
 def pair() -> Scene:
     """Return a scene with two endpoints that have served version 1.
 
-    The first one now serves version 2, which the second one has not seen yet.
+    The first one now serves version 2, which the second one does not serve yet.
     """
     scene = Scene()
     scene.bind("digits-a")

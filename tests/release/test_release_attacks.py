@@ -208,7 +208,7 @@ class Site:
             )
 
     def deployment(self, version: str, **changes: Any) -> Deployment:
-        """Return a deployment of a version as the ledger would hold it.
+        """Return a deployment of a version as the ledger would contain it.
 
         Its authority is the one that the attacker gives it.
         """

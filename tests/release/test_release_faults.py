@@ -48,7 +48,7 @@ class Scenario:
     """A request and the reconciliation that follows it.
 
     The process that calls `ask` and reconciles may be killed. The request is repeated if a person
-    sees that it is not `done`. Without an `ask`, the reconciler finds work without a request.
+    sees that it is not `done`. With the default `ask`, the reconciler finds work without a request.
     """
 
     setup: Callable[[], Scene]

@@ -204,7 +204,7 @@ class Attack:
         return sorted(name for name in self.objects.data if name.startswith(f"{ENDPOINT}/0"))
 
     def deployment(self, version: str) -> Deployment:
-        """Return a version as the ledger would hold it, with its own decision."""
+        """Return a version as the ledger would contain it, with its own decision."""
         known = ObjectLedger(MemoryObjects(dict(make_base()[1].data)), KEYS).state(ENDPOINT).known
         if version in known:
             return known[version]

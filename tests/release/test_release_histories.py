@@ -1,7 +1,7 @@
 """Random histories of an endpoint.
 
 Requests, failures, kills and concurrent processes come in any order. A version that was rolled back
-never begins, finishes or is restored without an override. The override must be signed later, for
+begins, finishes or is restored only with an override. The override must be signed later, for
 exactly its files.
 """
 
@@ -197,7 +197,7 @@ class Histories(RuleBasedStateMachine):
     def other_machine(self) -> Context:
         """Return a driver on another machine.
 
-        Its clock is wrong, and it does not see which processes have ended on this machine.
+        Its clock is wrong, and it cannot detect which processes have ended on this machine.
         """
         context, clock = self.scene.world.context("another machine"), self.scene.world.clock
         host = FakeHost("another machine", dead=set())
@@ -296,7 +296,7 @@ class Histories(RuleBasedStateMachine):
         assert not self.wrong
 
     @invariant()
-    def what_is_owed_is_known(self) -> None:
+    def pending_rollback_is_known(self) -> None:
         """A rollback stays pending until it took effect or was withdrawn."""
         state = self.scene.state()
         assert (state.pending_rollback is not None) == self.judge.owed
@@ -312,7 +312,7 @@ class Histories(RuleBasedStateMachine):
         for _ in range(3):
             self.act(lambda: reconcile_until_stable(self.scene.context, "digits"))
         self.nothing_rejected_is_brought()
-        self.what_is_owed_is_known()
+        self.pending_rollback_is_known()
         assert not self.judge.owed
         state = self.scene.state()
         bad = [

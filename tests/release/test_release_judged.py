@@ -26,7 +26,7 @@ def traffic(
 ) -> None:
     """Count requests of both versions by their present weights, and reconcile.
 
-    `errors` and `slow` hold the numbers for stable and candidate.
+    `errors` and `slow` are the numbers for stable and candidate.
     """
     weights = scene.traffic()
     for place, name in enumerate(("v1", "v2")):

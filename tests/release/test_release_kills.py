@@ -1,7 +1,7 @@
 """kill -9 of the reconciler between any two of its effects.
 
-A child process really dies, and another process continues. Only registry, endpoints, ledger and
-model folders outlive the child, as they are at the moment of its death.
+A child process is really killed, and another process continues. Only registry, endpoints, ledger
+and model folders remain, as they were when the child was killed.
 """
 
 from __future__ import annotations

@@ -545,7 +545,7 @@ def test_rollback_of_all_endpoints_without_pin_moves_champion_alias(pair: Scene)
 
 @pytest.mark.parametrize("moved", [False, True])
 def test_pinned_endpoint_follows_next_release(pair: Scene, moved: bool) -> None:
-    """This also holds after a person moved the champion to the version that it serves."""
+    """This is also true after a person moved the champion to the version that it serves."""
     pair.roll_back(PAIR[1])
     pair.reconcile_all()
     if moved:

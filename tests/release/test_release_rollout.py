@@ -114,7 +114,7 @@ def test_reconcile_of_endpoint_in_desired_state_changes_nothing(scene: Scene) ->
     assert len(scene.world.provider.applied) == 1
 
 
-def test_rollout_all_at_once_moves_full_traffic_and_retires_previous_after_a_day(
+def test_rollout_in_one_step_moves_full_traffic_and_retires_previous_after_a_day(
     scene: Scene,
 ) -> None:
     scene.serve(scene.publish("a"))
@@ -412,7 +412,7 @@ class FleetProvider(FakeProvider):
         return None if state is None else replace(state, replacements=self.replacements)
 
 
-def test_rollout_holds_while_cloud_replaces_instances_and_keeps_command() -> None:
+def test_rollout_while_cloud_replaces_instances_waits_and_keeps_command() -> None:
     provider = FleetProvider()
     scene = Scene(world=FakeWorld(provider=provider))
     scene.bind(policy=CANARY)

@@ -31,7 +31,7 @@ from tests.support.golden import Golden
 def seen(*, outlived: bool) -> EndpointStatus:
     """Return the status of an endpoint whose manager does not answer.
 
-    If it is `outlived` by its workers, clients still get answers.
+    If `outlived` is true, its workers still run, and clients get answers.
     """
     scene = serving("a")
     scene.world.provider.down = True

@@ -1,16 +1,16 @@
 """A model of replicas that follow numbered routing tables.
 
 The tests check every state that a few steps of the model can reach. The model is checked before the
-code that it describes. The ledger holds intents, each with the number of its table: `PREPARE` (the
-candidate has weight 0), `WEIGHT` (it gets traffic) and `ABORT` (back to stable, permanently). Any
-process may create the object of an intent, once, at any time afterwards. It can be a delayed
+code that it describes. The ledger contains intents, each with the number of its table: `PREPARE`
+(the candidate has weight 0), `WEIGHT` (it gets traffic) and `ABORT` (back to stable, permanently).
+Any process may create the object of an intent, once, at any time afterwards. It can be a delayed
 reconciler, or one of two reconcilers. A hint, `head`, names an object. Its writers can be delayed
 too, and set it back.
 
 A replica that lists the objects takes the highest one. It gives a candidate traffic only for
 `LEASE` ticks of the replica's clock after it has listed. Once that time is over, it does so again
 only after the judge has looked at the rollout. The reason is that an abort may be intended without
-an object yet. A replica that is cut off, frozen or slow takes no step for a while. The same holds
+an object yet. A replica that is cut off, frozen or slow takes no step for a while. The same is true
 if a store is down. The model allows this at every moment.
 """
 
@@ -33,14 +33,15 @@ class Replica(NamedTuple):
     """One server.
 
     `adopted` is the table that it follows, 0 for none. `reported` is the last table that its
-    reports name. `age` is the number of ticks since it renewed its lease. `heard` is the last look
-    of the judge that it knows. `is_confirmed` is true if a look came without a gap since.
+    reports name. `age` is the number of ticks since it renewed its lease. `last_look` is the last
+    look of the judge that it has read. `is_confirmed` is true if it has read a new one since its
+    last gap, a time without a lease.
     """
 
     adopted: int = 0
     reported: int = 0
     age: int = LEASE + 1
-    heard: int = 0
+    last_look: int = 0
     is_confirmed: bool = False
 
     @property
@@ -53,9 +54,8 @@ class World(NamedTuple):
 
     `since_abort` are the ticks since the object of the abort was created, `since_intent` those
     since it was intended; both are -1 before. `looks` counts those of the judge that continue the
-    rollout. `paid`: whether a reconciler has recorded that no replica serves the candidate any
-    more. `began_late`: a replica began to serve it longer than a lease after the abort was
-    intended.
+    rollout. `is_removed`: whether a reconciler has recorded that no replica serves the candidate.
+    `began_late`: a replica began to serve it longer than a lease after the abort was intended.
     """
 
     intents: int = 0
@@ -65,7 +65,7 @@ class World(NamedTuple):
     since_abort: int = -1
     since_intent: int = -1
     looks: int = 0
-    paid: bool = False
+    is_removed: bool = False
     began_late: bool = False
     restarts: int = 0
     ticks: int = 0
@@ -85,7 +85,7 @@ class Rules:
 
     weight_waits_for_reports: bool = True
     head_renews_lease: bool = False
-    debt_ticks: int = LEASE + 1
+    removal_ticks: int = LEASE + 1
     late_objects_count: bool = False
     restart_keeps_lease: bool = False
     gap_needs_look: bool = True
@@ -121,8 +121,8 @@ def _list_next(world: World, rules: Rules) -> Iterator[World]:
 def _reconcile(world: World, rules: Rules) -> Iterator[World]:
     """Yield the worlds after each step of a reconciler.
 
-    A reconciler writes an intent, creates an object, writes the hint, or records that the debt is
-    paid.
+    A reconciler writes an intent, creates an object, writes the hint, or records that no
+    replica serves the candidate.
     """
     is_ready = (
         all(one.reported >= PREPARE for one in world.replicas) or not rules.weight_waits_for_reports
@@ -141,10 +141,10 @@ def _reconcile(world: World, rules: Rules) -> Iterator[World]:
     has_reports = all(one.reported >= ABORT for one in world.replicas)
     if (
         ABORT in world.objects
-        and not world.paid
-        and (has_reports or world.since_abort >= rules.debt_ticks)
+        and not world.is_removed
+        and (has_reports or world.since_abort >= rules.removal_ticks)
     ):
-        yield world._replace(paid=True)
+        yield world._replace(is_removed=True)
 
 
 def _follow(world: World, place: int, replica: Replica, rules: Rules) -> Iterator[World]:
@@ -155,7 +155,7 @@ def _follow(world: World, place: int, replica: Replica, rules: Rules) -> Iterato
     for number in world.objects if rules.late_objects_count else [max(world.objects, default=0)]:
         if number:
             yield world.with_replica(
-                place, _hear(world, replica, rules)._replace(adopted=number, age=0)
+                place, _renew(world, replica, rules)._replace(adopted=number, age=0)
             )
     if world.head:
         age = 0 if rules.head_renews_lease else replica.age
@@ -173,13 +173,13 @@ def _follow(world: World, place: int, replica: Replica, rules: Rules) -> Iterato
         yield again._replace(restarts=world.restarts + 1)
 
 
-def _hear(world: World, replica: Replica, rules: Rules) -> Replica:
+def _renew(world: World, replica: Replica, rules: Rules) -> Replica:
     """Return a replica that has read the number of the judge's looks."""
     is_gap = replica.age > LEASE and rules.gap_needs_look
     is_confirmed = not is_gap and (
-        replica.is_confirmed or world.looks != replica.heard or not rules.gap_needs_look
+        replica.is_confirmed or world.looks != replica.last_look or not rules.gap_needs_look
     )
-    return replica._replace(heard=world.looks, is_confirmed=is_confirmed)
+    return replica._replace(last_look=world.looks, is_confirmed=is_confirmed)
 
 
 def explain_fault(world: World) -> str:
@@ -189,8 +189,8 @@ def explain_fault(world: World) -> str:
         return "the candidate gets traffic longer than a lease after its abort"
     if world.began_late:
         return "the candidate gets traffic again, longer than a lease after its abort was intended"
-    if serves and world.paid:
-        return "the candidate gets traffic although its debt is paid"
+    if serves and world.is_removed:
+        return "the candidate gets traffic after its removal was recorded"
     if WEIGHT in world.objects and any(not one.reported for one in world.replicas):
         return "the candidate has weight before all have loaded it"
     return ""
@@ -218,7 +218,7 @@ def find_fault(rules: Rules) -> tuple[str, int]:
 def test_find_fault_with_intact_rules_returns_no_fault(looks: int, restarts: int) -> None:
     fault, worlds = find_fault(Rules(looks=looks, restarts=restarts))
     assert fault == ""
-    assert worlds > 10_000, "too little was looked at"
+    assert worlds > 10_000, "too few worlds were visited"
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_find_fault_with_intact_rules_returns_no_fault(looks: int, restarts: int
     [
         (Rules(weight_waits_for_reports=False), "before all have loaded it"),
         (Rules(head_renews_lease=True), "longer than a lease"),
-        (Rules(debt_ticks=LEASE), "although its debt is paid"),
+        (Rules(removal_ticks=LEASE), "after its removal was recorded"),
         (Rules(late_objects_count=True), "longer than a lease"),
         (Rules(restart_keeps_lease=True), "longer than a lease"),
         (Rules(gap_needs_look=False), "again, longer than a lease after its abort was intended"),

@@ -48,7 +48,7 @@ def test_build_timeline_of_rollout_lists_steps_from_start_to_finish() -> None:
     assert found.end is ActionKind.FINISH
     assert whats(found)[-1] == "finish"
     scene.roll_back()
-    assert traced(scene) == found, "what came afterwards is another story"
+    assert traced(scene) == found, "later entries do not change it"
 
 
 def test_build_timeline_of_rolled_back_rollout_keeps_its_counts() -> None:

@@ -80,7 +80,7 @@ class Stage:
 
     def __post_init__(self) -> None:
         self.watchers = [
-            # At this interval no pass is skipped after a failure, so both reconcilers keep step.
+            # At this interval no pass is skipped after a failure, so both make the same passes.
             WatchLoop(
                 scene.context,
                 ReconcileQueue(),
@@ -158,29 +158,29 @@ def copies() -> Callable[[], Scene]:
 
 
 @dataclass
-class Heard:
-    """A receiver that adds models to the last queue of `bells`, and a function that posts to it."""
+class Listener:
+    """A receiver that adds models to the last of `queues`, and a function that posts to it."""
 
-    bells: list[ReconcileQueue]
+    queues: list[ReconcileQueue]
     clock: FakeClock
     post: Callable[[bytes, Mapping[str, str]], int]
 
 
 @pytest.fixture(scope="module")
-def heard() -> Iterator[Heard]:
+def listener() -> Iterator[Listener]:
     import httpx
 
-    bells, clock = list[ReconcileQueue](), FakeClock()
+    queues, clock = list[ReconcileQueue](), FakeClock()
 
     def wake(model: str) -> None:
-        bells[-1].add(model)
+        queues[-1].add(model)
 
     receiver = WebhookReceiver(
         "127.0.0.1", 0, secret=SECRET, clock=clock, wake=wake, refused=lambda why: None, metrics=str
     )
     with receiver, httpx.Client() as client:
-        yield Heard(
-            bells,
+        yield Listener(
+            queues,
             clock,
             lambda body, headers: (
                 client.post(receiver.address, content=body, headers=headers).status_code
@@ -190,7 +190,7 @@ def heard() -> Iterator[Heard]:
 
 @pytest.mark.parametrize("examples", [6, pytest.param(500, marks=pytest.mark.nightly)])
 def test_webhook_deliveries_of_any_kind_end_in_same_state_as_polling(
-    examples: int, copies: Callable[[], Scene], heard: Heard
+    examples: int, copies: Callable[[], Scene], listener: Listener
 ) -> None:
     woken = 0
 
@@ -204,10 +204,10 @@ def test_webhook_deliveries_of_any_kind_end_in_same_state_as_polling(
             st.one_of(moves, deliveries, forgeries, pauses, looks), min_size=8, max_size=25
         )
     )
-    def holds(steps: list[Step]) -> None:
+    def check(steps: list[Step]) -> None:
         nonlocal woken
-        heard.bells.append(ReconcileQueue())
-        stage = Stage(copies(), copies(), heard.bells[-1], heard.clock, heard.post)
+        listener.queues.append(ReconcileQueue())
+        stage = Stage(copies(), copies(), listener.queues[-1], listener.clock, listener.post)
         for name, about in (*steps, ("look", 0)):
             getattr(stage, name)(about)
         assert end_of(stage.listening) == end_of(stage.other)
@@ -219,5 +219,5 @@ def test_webhook_deliveries_of_any_kind_end_in_same_state_as_polling(
         assert applied <= stage.asked - {FAILED}
         woken += len(applied)
 
-    holds()
+    check()
     assert woken, "no delivery led to anything"

@@ -24,7 +24,7 @@ values = st.floats(min_value=-1e9, max_value=1e9)
 positive = st.floats(min_value=1e-9, max_value=1e12)
 
 
-def told_apart(low: float, high: float) -> bool:
+def is_wide_enough(low: float, high: float) -> bool:
     """Return whether the extent is large enough for ticks of 16 digits."""
     return high - low > 1e-6 * max(abs(low), abs(high), 1e-6)
 
@@ -32,7 +32,7 @@ def told_apart(low: float, high: float) -> bool:
 @given(values, values)
 def test_linear_ticks_are_few_increasing_and_within_range(one: float, other: float) -> None:
     low, high = min(one, other), max(one, other)
-    assume(told_apart(low, high))
+    assume(is_wide_enough(low, high))
     ticks = linear_ticks(low, high)
     assert 2 <= len(ticks) <= 6
     assert all(low <= tick <= high for tick in ticks)
@@ -44,7 +44,7 @@ def test_linear_ticks_are_few_increasing_and_within_range(one: float, other: flo
 @given(positive, positive)
 def test_log_ticks_are_few_increasing_and_within_range(one: float, other: float) -> None:
     low, high = min(one, other), max(one, other)
-    assume(told_apart(low, high))
+    assume(is_wide_enough(low, high))
     ticks = log_ticks(low, high)
     assert 2 <= len(ticks) <= 10
     assert all(low <= tick <= high for tick in ticks)
@@ -54,7 +54,7 @@ def test_log_ticks_are_few_increasing_and_within_range(one: float, other: float)
 @given(values, values)
 def test_tick_texts_are_distinct_and_show_their_values(one: float, other: float) -> None:
     low, high = min(one, other), max(one, other)
-    assume(told_apart(low, high))
+    assume(is_wide_enough(low, high))
     ticks = linear_ticks(low, high)
     texts = tick_texts(ticks)
     assert len(set(texts)) == len(ticks)

@@ -602,7 +602,7 @@ class TestProbe:
     def test_compute_block_logs_with_probe_slowed_or_sped_up_by_model_returns_same_logs(
         self, seed: int, factor: float
     ) -> None:
-        """The model is charged for cold caches or a lower clock that it leaves behind."""
+        """The model is charged for cold caches or a lower clock that it causes."""
         times, probe = race(seed)
         disturbed = probe.copy()
         disturbed[:, :, 2] *= factor

@@ -1,7 +1,7 @@
 """Statistical evidence of rollouts.
 
-The tests check exact distributions and expectations of 1. Neither order nor number of analyses may
-change what is promised.
+The tests check exact distributions and expectations of 1. What is
+promised must not depend on the order or number of analyses.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Self-judging rollouts as a state machine: the promises hold for any counts.
+"""Self-judging rollouts as a state machine: the promises are kept for any counts.
 
 Every entry goes through the codec: after a kill, the next driver reads what the previous one wrote.
 """
@@ -97,7 +97,7 @@ def plus(one: RequestCounts, other: RequestCounts) -> RequestCounts:
 class JudgedRollouts(RuleBasedStateMachine):
     """A source that counts anything, an operator, and drivers.
 
-    A driver dies and is replaced by another one.
+    A driver ends, and another one replaces it.
     """
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ class JudgedRollouts(RuleBasedStateMachine):
 
     @rule()
     def another_driver_takes_over(self) -> None:
-        """Replace the driver; the new one knows only what was written."""
+        """Check that a new driver gets the same state from what was written."""
         assert fold("digits", self.entries) == self.state
         assert codec.loads(codec.dumps(self.state), ReleaseState) == self.state
 

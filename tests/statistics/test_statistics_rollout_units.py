@@ -1,4 +1,4 @@
-"""Judgements of servers that count units.
+"""Judgements of rollouts whose servers count units.
 
 The tests cover few clients, restarts, clocks, the epoch in progress, and A/B tests by user.
 """

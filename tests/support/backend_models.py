@@ -36,7 +36,7 @@ The onnx package makes its models of single operators at its own newest version.
 ON_DISK = ("pytorch-converted", "pytorch-operator", "simple", "light")
 
 LOOKED_AT_ONLY = "light"
-"""Whole image classifiers whose weights hold one number each.
+"""Whole image classifiers: each weight is filled with a single number.
 
 They are only inspected. Comparing one of them on all groups takes many minutes.
 """
@@ -147,7 +147,7 @@ def look(model: Path) -> Outcome:
     return _outcome(model, "inspect", run)
 
 
-def hold_against_itself(model: Path) -> Outcome:
+def compare_with_itself(model: Path) -> Outcome:
     """Return the parity verdict of a model compared with itself, on a few random rows."""
     from onnx_ops.adapters.runtimes.placement import GuardedRuntime
     from onnx_ops.config.targets import PROFILES, TargetFiles
@@ -243,7 +243,7 @@ def _package() -> Path:
 def _main() -> None:
     for line in sys.stdin:
         model = Path(line.rstrip("\n"))
-        for tool in (look,) if _looked_at_only(model) else (look, hold_against_itself):
+        for tool in (look,) if _looked_at_only(model) else (look, compare_with_itself):
             result = tool(model)
             document = {
                 "model": result.model,

@@ -25,7 +25,7 @@ from onnx_ops.testing.models import rows, write_perceptron
 from onnx_ops.tools.compare import ParityResult, compare
 from onnx_ops.tools.generated_rows import generate_samples
 from onnx_ops.tools.model_inputs import shared_inputs
-from tests.support.backend_models import Outcome, hold_against_itself, look, outcomes, write_models
+from tests.support.backend_models import Outcome, compare_with_itself, look, outcomes, write_models
 from tests.support.graphs import write_graph
 from tests.support.suite import Sweep
 from tests.support.zipmap import zipped
@@ -251,19 +251,19 @@ def test_compare_of_same_model_with_data_dependent_shapes_raises_user_error(
 ) -> None:
     kind, said = TROUBLE[name]
     assert look(models[name]).kind == "valid"
-    found = hold_against_itself(models[name])
+    found = compare_with_itself(models[name])
     assert found.kind == kind
     assert said in found.text
 
 
-def test_outcomes_with_dying_process_report_crash_and_continue(
+def test_outcomes_with_crashing_process_report_crash_and_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every process dies immediately here, since its interpreter ends with 3."""
-    dying = tmp_path / "python"
-    dying.write_text("#!/bin/sh\nread line\nexit 3\n")
-    dying.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(dying))
+    """Every process ends immediately here, since its interpreter exits with 3."""
+    crashing = tmp_path / "python"
+    crashing.write_text("#!/bin/sh\nread line\nexit 3\n")
+    crashing.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(crashing))
     paths = [tmp_path / "node" / name / "model.onnx" for name in ("a", "b")]
     assert list(outcomes(paths)) == [
         Outcome(model=f"node/{name}", tool="inspect", kind="crashed", text="exit 3")
