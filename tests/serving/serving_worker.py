@@ -51,7 +51,7 @@ MAX_BODY = 1 << 20
 
 @dataclass
 class Gate:
-    """A gate that holds runs of a model until it is opened.
+    """A gate that blocks runs of a model until it is opened.
 
     It records the rows of each run.
     """

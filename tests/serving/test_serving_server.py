@@ -1,4 +1,4 @@
-"""The server as clients see it: a real process over HTTP."""
+"""The server as clients use it: a real process over HTTP."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def steady(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def published(server: Server, blue: Deployment, green: Deployment) -> Server:
-    """Return a server that holds blue at 70 % and green at 30 %."""
+    """Return a server that serves blue at 70 % and green at 30 %."""
     assert server.publish(state_of(blue, blue=100), 1).status == 200
     assert server.publish(state_of(blue, green, blue=70, green=30), 2).status == 200
     return server

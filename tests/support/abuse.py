@@ -230,7 +230,7 @@ def send(data: bytes, port: int) -> None:
 
 
 def hold(start: bytes, port: int, connections: int = 50) -> None:
-    """Hold connections that have sent only a part of a request."""
+    """Keep connections open for 1 s that have sent only a part of a request."""
     with ExitStack() as stack:
         for _ in range(connections):
             with suppress(OSError):

@@ -56,7 +56,7 @@ def append_raw(
 ) -> None:
     """Append an entry that follows the last one, as far as possible without a key.
 
-    If the last entry cannot be read, the new one names no predecessor.
+    If the last entry is damaged, the new one names no predecessor.
     """
     names = [name for name in objects.list_names(endpoint) if name[0] == "0"]
     previous = None

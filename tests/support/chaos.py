@@ -51,7 +51,7 @@ class Outcome:
     records: Records
 
     def broken(self, victim: Victim) -> list[str]:
-        """Return a description of each guarantee that did not hold.
+        """Return a description of each guarantee that was broken.
 
         A killed supervisor must not fail any request. A killed worker may fail at most the request
         under way on each of its connections.

@@ -1,11 +1,11 @@
-"""Check what has changed within 20 s of CPU.
+"""Check what has changed, in 20 s of CPU.
 
 Run `python -m tests.support.check` or `make check`.
 
 Ruff, the import contracts, mypy and the complexity of functions are checked as `make lint` does;
 their caches make that a matter of seconds. Then the tests nearest to the changed files run, until
-they have used their share of CPU: first test files that have changed, then those with a module's
-name, then those that import it. Tests that start services or take minutes do not run.
+they have used their share of CPU. Changed test files come first, then those with a module's name,
+then those that import it. Tests that start services or take minutes do not run.
 """
 
 from __future__ import annotations

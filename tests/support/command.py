@@ -94,8 +94,8 @@ def run_command(
 def clean(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a command.
 
-    It consists of `environ`, and of this process's variables without the settings of onnx-ops and
-    its services, and without the pull request of a CI service.
+    It consists of `environ` and of variables of this process. Settings of onnx-ops and its
+    services are removed from the latter, and so is the pull request of a CI service.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_SETTINGS)}
     return {**kept, "COLUMNS": WIDTH, **environ}
@@ -159,7 +159,7 @@ def _forget() -> None:
 def _streams(out: int, err: int) -> Iterator[None]:
     """Replace standard output and error by files.
 
-    The replacement holds for this process, its C libraries and its children.
+    It affects this process, its C libraries and its children.
     """
     kept = (os.dup(1), os.dup(2))
     try:

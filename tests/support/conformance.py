@@ -4,7 +4,7 @@
     python -m tests.support.conformance azureml options.yaml
     python -m tests.support.conformance replicas options.yaml --endpoint digits --keys trusted
 
-The file holds the options of an endpoint, as under `deploy.options` of a pipeline file. The suite
+The file contains an endpoint's options, as under `deploy.options` of a pipeline file. The suite
 creates an endpoint with a new name, and deletes it at the end. For `azureml`, the caller also needs
 the permission to list the endpoint's keys. For `replicas`, start the servers with the name of
 `--endpoint`, and let them trust the keys in `--keys`; the options need `address`. An account is

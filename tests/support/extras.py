@@ -1,7 +1,7 @@
 """Tests of optional dependencies.
 
-A test is skipped with a visible reason if an extra is not installed, or runs as if it were not
-installed. A test that needs another program is skipped too, or fails if services are required.
+`require` skips tests with a visible reason if a module is missing; `hide` hides a distribution from
+onnx-ops. A test whose program is missing is skipped too, or fails if services are required.
 """
 
 from __future__ import annotations

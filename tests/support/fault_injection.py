@@ -1,4 +1,4 @@
-"""An endpoint server that dies, or loses a worker, at a chosen moment of its work.
+"""An endpoint server that is killed, or loses a worker, at a chosen moment of its work.
 
     python -m tests.support.fault_injection POINT SERVER-ARGUMENTS...
 
@@ -41,7 +41,7 @@ class FaultPoint:
 
 
 def arm(path: Path, point: FaultPoint) -> None:
-    """Make the server that watches `path` count from 0, and die at the point."""
+    """Make the server that watches `path` count from 0, and kill the victim at the point."""
     _count_file(path).unlink(missing_ok=True)
     temporary = path.with_suffix(".new")
     temporary.write_bytes(codec.dumps(point))

@@ -1,4 +1,4 @@
-"""Fault injection: a process that dies at a chosen moment.
+"""Fault injection: a process that is killed at a chosen moment.
 
 Every call of a port, and every system call that changes a file, has two moments: before it takes
 effect, and after. `Faults(at=n)` ends the process at the n-th moment. With an `error`, the call
@@ -59,7 +59,7 @@ class Faults:
         self._between = between
 
     def around(self, context: Context) -> Context:
-        """Return the same context with ports at whose calls the process may die.
+        """Return the same context with ports at whose calls the process may be killed.
 
         These are the ledger, registry, endpoints, model files and notifiers.
         """

@@ -138,8 +138,8 @@ class FaultResult:
 class LineMap:
     """Recorded seconds and lines of tests.
 
-    `seconds` holds them by test id. `lines` holds, by file and line, the numbers of the tests that
-    executed it.
+    `seconds` maps a test id to its seconds. `lines` maps a file and a line to the numbers of the
+    tests that executed it.
     """
 
     seconds: Mapping[str, float]
@@ -438,8 +438,8 @@ def read_table(path: Path = TABLE) -> tuple[list[Fault], dict[str, list[str]]]:
     """Return the faults, and by room the paths of its tests.
 
     Raises:
-        ValueError: an id repeats, an old text does not occur exactly once, or a change has no
-            effect or is not valid.
+        ValueError: an id repeats, a path does not exist, an old text is missing or repeated, or a
+            change has no effect or breaks the syntax.
     """
     document = tomllib.loads(path.read_text(encoding="utf-8"))
     rooms: dict[str, list[str]] = document["rooms"]

@@ -21,7 +21,7 @@ It may also list files or folders. The tests need not be arguments of pytest.
 CONTEXTS = "PYTHON_MUTANTS_CONTEXTS"
 """Variable with the path of the file to which the map is written.
 
-The map holds seconds by test id, and by file and line the numbers of the tests.
+The map contains seconds by test id, and by file and line the numbers of the tests.
 """
 
 

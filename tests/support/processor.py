@@ -4,8 +4,8 @@
 
 runs the tests with the marker `processor` on an emulated Haswell, which has AVX2 and neither
 AVX-512 nor VNNI (program qemu-x86_64 of Debian's and Ubuntu's package qemu-user). The emulator has
-no AVX-512. It therefore cannot emulate VNNI on a processor without it. Programs that a test starts
-run on the real processor.
+no AVX-512, so VNNI can only be tested on a processor that has it. Programs that a test starts run
+on the real processor.
 
 This is also a pytest plugin, loaded by `tests/conftest.py`. With `--emulated`, onnx-ops sees the
 features of the emulated processor, because `/proc/cpuinfo` keeps those of the real one.
@@ -33,9 +33,9 @@ _FEATURES = frozenset({"avx", "avx2", "f16c", "fma", "sse4_1", "sse4_2"})
 """Features of a Haswell among those that select ONNX Runtime's kernels."""
 
 _MODEL = "Haswell,-pcid,-x2apic,-tsc-deadline,-hle,-rtm,-invpcid"
-"""Processor of the emulator, without the features that qemu does not emulate.
+"""Processor of the emulator; features that qemu cannot emulate are switched off.
 
-With these features each thread would print warnings into the output of tests.
+With them each thread would print warnings into the output of tests.
 """
 
 _HERE = Target(name="here")
@@ -56,7 +56,7 @@ def detect_here() -> Arithmetic:
 def saturates_here() -> bool:
     """Return whether int8 products saturate on the present processor.
 
-    `detect_here` reports saturation for a processor without AVX2, although its products do not
+    `detect_here` also reports saturation for processors older than AVX2, whose products do not
     saturate. The reason is that a pool's machines may have more features than the pool names.
     """
     return detect_here().saturates and "avx2" in _read_here().cpu_flags
@@ -79,7 +79,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
-        "markers", "processor: holds on x86 with and without VNNI; runs on an emulated one as well"
+        "markers", "processor: true on x86 with and without VNNI; runs on an emulated one as well"
     )
     if config.option.emulated:
         # The processor is replaced before the tests are collected, because some tests read the

@@ -134,7 +134,7 @@ class Proxy:
 def _refuse(client: socket.socket, answer: bytes) -> None:
     """Answer, and read what the client still sends.
 
-    Otherwise the client would see a reset connection instead of the answer.
+    Otherwise the client would get a reset connection instead of the answer.
     """
     client.sendall(answer)
     client.shutdown(socket.SHUT_WR)

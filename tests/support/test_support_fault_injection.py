@@ -1,4 +1,4 @@
-"""A process that dies at a chosen moment, and data of /proc about processes."""
+"""A process that is killed at a chosen moment, and data of /proc about processes."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def write_voice_detector(
 
 
 def make_voice_rows(count: int) -> dict[str, np.ndarray]:
-    """Return rows as callers hold them: the state has the rows on axis 1."""
+    """Return rows as callers store them: the state has the rows on axis 1."""
     draw = np.random.default_rng(6)
     return {
         "input": draw.standard_normal((count, WIDTH)).astype(np.float32),

@@ -1,4 +1,4 @@
-"""Damaged encoded images, and requests that hold them."""
+"""Damaged encoded images, and requests that contain them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def chunk(name: bytes, data: bytes) -> bytes:
 
 
 def build_png(width: int, height: int, data: bytes, *extra: bytes) -> bytes:
-    """Return a PNG file that announces a size and holds this compressed data."""
+    """Return a PNG file that announces a size and contains this compressed data."""
     header = struct.pack(">IIBBBBB", width % 2**32, height % 2**32, 8, 2, 0, 0, 0)
     parts = (chunk(b"IHDR", header), *extra, chunk(b"IDAT", data), chunk(b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(parts)

@@ -1,6 +1,6 @@
 """The framing of requests: each gets one answer.
 
-This holds for any headers, and however the bytes arrive.
+This is true for any headers, and however the bytes arrive.
 """
 
 from __future__ import annotations

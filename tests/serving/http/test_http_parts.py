@@ -1,6 +1,6 @@
 """The responses to requests do not depend on how their bytes are split.
 
-This also holds for altered bytes.
+This is also true for altered bytes.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def respond(worker: Worker, parts: list[bytes]) -> list[bytes]:
 def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     """Return a worker that answers every request before `data_received` returns.
 
-    Run times are not observed: on a loaded machine the model can seem slow, and would then run on a
-    thread, whose response these tests do not await.
+    The worker ignores run times. On a loaded machine the model can seem slow, and would then run on
+    a thread. These tests do not await responses of threads.
     """
     with asyncio.Runner() as runner, pytest.MonkeyPatch.context() as patch:
         patch.setattr(LatencyEstimator, "observe", lambda *_: None)

@@ -49,8 +49,8 @@ def next_good_request_is_answered(worker: Worker) -> Iterator[None]:
     answer = worker.send(GOOD)
     assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
     assert b'"data":[2.0,4.0]' in answer
-    # Connections are accepted in the order of arrival, so the worker knows those of all earlier
-    # clients. It can still be reading what a disconnected client sent.
+    # Connections are accepted in the order of arrival, so the worker has accepted those of
+    # all earlier clients. It can still be reading what a disconnected client sent.
     wait_until(lambda: not worker.connections.open)
     assert worker.connections.body_bytes == 0
 
@@ -359,7 +359,7 @@ def test_invalid_request_returns_error_status(
 def test_chunked_body_above_limit_closes_connection(worker: Worker) -> None:
     """The protocol refuses the body and stops reading.
 
-    The application behind it does not see the request.
+    The application does not get the request.
     """
     chunk = b"10000\r\n" + b" " * (1 << 16) + b"\r\n"
     chunks = worker.connections.max_body // (1 << 16) + 1

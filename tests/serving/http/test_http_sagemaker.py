@@ -1,8 +1,7 @@
 """What reaches a container through SageMaker, and what comes back.
 
-`invoke` drops what the service drops: all headers of the caller but the content type,
-`CustomAttributes` and `InferenceId`, and all of the answer's but the content type and
-`CustomAttributes`.
+Like the service, `invoke` sends only the content type, `CustomAttributes` and `InferenceId` of the
+caller's headers. Of the answer's headers it returns only `CustomAttributes`.
 """
 
 from __future__ import annotations

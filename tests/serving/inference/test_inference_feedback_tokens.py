@@ -176,7 +176,7 @@ def test_tokens_reported_after_99_000_others_are_mostly_counted() -> None:
         server.report(rest[start : start + 1000])
     counted, unknown = server.report(late)
     assert counted + unknown == 1000
-    # A bucket holds 8 tokens. With 3 tokens on average, 1.2 % of the buckets are full.
+    # A bucket contains at most 8 tokens. With 3 tokens on average, 1.2 % of the buckets are full.
     assert unknown < 40
 
 

@@ -286,7 +286,7 @@ def test_read_infer_of_huge_shape_without_elements_raises_user_error() -> None:
         read_infer(x(shape=[2**31 - 1, 0], data=[]), None, model)
 
 
-def test_read_infer_of_long_texts_for_padding_model_disables_batching_or_raises() -> None:
+def test_read_infer_of_long_padded_texts_disables_batching_or_raises_too_large_error() -> None:
     inputs = [spec("text", "string", "batch", 1)]
     model = signature(inputs, pads_texts=True)
 

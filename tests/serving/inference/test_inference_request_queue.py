@@ -118,7 +118,7 @@ def test_request_queue_batches_requests_of_one_event_loop_turn(row: MetricsRow) 
     assert work.items == [[0], [1, 2, 3]]
 
 
-def test_request_queue_runs_at_most_max_batches_at_once(row: MetricsRow) -> None:
+def test_request_queue_runs_at_most_max_batches_concurrently(row: MetricsRow) -> None:
     threads, work = WorkerThreads(2), Work()
     wide = build_queue(threads, work, row, max_batches=2)
     for item in range(3):

@@ -79,7 +79,7 @@ def behind(gate: Gate, deployment: Deployment, **more: Any) -> AbstractContextMa
 
 
 def queue_up(worker: Worker, gate: Gate, *requests: bytes) -> list[socket.socket]:
-    """Send a request that the gate holds, and others that queue behind it."""
+    """Send a request that the gate blocks, and others that queue behind it."""
     clients = [worker.connect() for _ in requests]
     for client, request in zip(clients, requests, strict=True):
         client.sendall(request)
@@ -555,7 +555,7 @@ def test_unexpected_error_in_model_returns_500_without_details(
 def test_invocation_that_model_rejects_returns_500(
     build: Callable[..., Deployment], slow: bool
 ) -> None:
-    """SageMaker counts 4xx as the client's errors, so no rollout would see them."""
+    """SageMaker counts 4xx as the client's errors, so a rollout would not count them."""
     table = helper.make_tensor("t", TensorProto.FLOAT, [4], [1.0, 2.0, 3.0, 4.0])
     constant = helper.make_node("Constant", [], ["t"], value=table)
     gather = helper.make_node("Gather", ["t", "x"], ["y"])

@@ -101,7 +101,7 @@ class Served:
         return self.bound[-1]
 
     def read(self, body: bytes, length: int | None = None) -> object:
-        """Return what a body holds, in a form that can be compared."""
+        """Return what a body contains, in a form that can be compared."""
         bound = self.runs.load(body, length)
         try:
             request = read_infer(body, length, self.signature) if bound is None else bound.request
@@ -115,7 +115,7 @@ class Served:
         }
         return feed, request.outputs, request.rows, request.request_id, request.binary
 
-    def knows(self, body: bytes, length: int | None = None) -> bool:
+    def is_bound(self, body: bytes, length: int | None = None) -> bool:
         return self.runs.load(body, length) is not None
 
 
@@ -138,16 +138,16 @@ def test_bound_runs_read_repeated_bodies_like_first_bodies(
 
 
 def test_bound_runs_after_two_bodies_of_same_form_load_third() -> None:
-    assert not after(body_of(1, 2)).knows(body_of(5, 6))
-    assert after(body_of(1, 2), body_of(3, 4)).knows(body_of(5, 6))
-    assert not after(body_of(1, 2), body_of(3, 4)).knows(body_of(5, 6, id="7"))
+    assert not after(body_of(1, 2)).is_bound(body_of(5, 6))
+    assert after(body_of(1, 2), body_of(3, 4)).is_bound(body_of(5, 6))
+    assert not after(body_of(1, 2), body_of(3, 4)).is_bound(body_of(5, 6, id="7"))
 
 
 def test_bound_runs_with_data_key_elsewhere_bind_nothing() -> None:
     tensor = '"name": "x", "datatype": "FP32", "shape": [1, 2], "data": [1, 2]'
     body = f'{{"inputs": [{{"parameters": {{"data":[1, 2]}}, {tensor}}}]}}'.encode()
     served = after(body, body, body)
-    assert not served.knows(body)
+    assert not served.is_bound(body)
     assert not served.bound
 
 
@@ -155,7 +155,7 @@ def test_bound_runs_with_numbered_requests_keep_known_form() -> None:
     served = after(body_of(1, 2), body_of(1, 2))
     for number in range(1000):
         served.read(body_of(1, 2, id=str(number)))
-    assert served.knows(body_of(5, 6))
+    assert served.is_bound(body_of(5, 6))
     assert len(served.bound) == 1
 
 
@@ -165,7 +165,7 @@ def test_bound_runs_of_known_form_with_wrong_nesting_are_refused() -> None:
         for data in ((1, 2, 3, 4), ([1, 2, 3, 4],))
     ]
     served = after(bodies[0], bodies[0])
-    assert served.knows(bodies[0])
+    assert served.is_bound(bodies[0])
     assert served.read(bodies[1]) == Served().read(bodies[1]) == served.read(bodies[1])
     assert "nesting" in str(served.read(bodies[1]))
 
@@ -193,7 +193,7 @@ def test_bound_runs_of_known_binary_header_read_following_bytes(
         arrays = np.array(numbers, np.float32).reshape(2, 1, 2)
         body, length = binary({"x": ("float32", arrays[0]), "z": ("float32", arrays[1])})
         body += bytes(more if turn == 2 else 0)
-        assert served.knows(body, length) == (turn == 2 and not more)
+        assert served.is_bound(body, length) == (turn == 2 and not more)
         assert served.read(body, length) == Served(inputs=2).read(body, length)
 
 

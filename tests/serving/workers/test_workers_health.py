@@ -409,7 +409,7 @@ def test_version_that_hangs_workers_goes_out_of_service(hanging: Server) -> None
         with pytest.raises((ConnectionError, http.client.HTTPException)):
             hanging.infer([1, 2], green)
         assert hanging.infer([1, 2], blue).status == 200
-    # The client sees the death a little earlier than the supervisor.
+    # The client gets the error a little before the supervisor records the death.
     wait_until(lambda: list_out_of_service(hanging) == {"green"})
     answer = hanging.infer([1, 2], green)
     assert answer.status == 503
@@ -445,7 +445,7 @@ def test_version_that_hangs_only_on_requests_that_select_it_stays_in_service(
     for _ in range(MIN_DEATHS):
         with pytest.raises((ConnectionError, http.client.HTTPException)):
             hanging.call("POST", INFER, infer_body([1, 2]), {"azureml-model-deployment": "green"})
-    # The client sees the death a little earlier than the supervisor.
+    # The client gets the error a little before the supervisor records the death.
     restarts = f'onnx_ops_worker_restarts_total{{endpoint="state"}} {MIN_DEATHS}\n'.encode()
     wait_until(lambda: restarts in hanging.call("GET", "/metrics").body)
     assert list_out_of_service(hanging) == set()

@@ -1,6 +1,6 @@
 """Several processes behind one port.
 
-The tests kill one of them, and check what survives and how counts add up.
+The tests kill one or all of them, and check which data remain and how counts add up.
 """
 
 from __future__ import annotations

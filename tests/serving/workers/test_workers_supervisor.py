@@ -93,7 +93,7 @@ def fail(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, times: int |
 
 
 async def run_until(site: Site, is_reached: Callable[[], bool]) -> None:
-    """Turn epochs until a condition holds; fail if it never holds."""
+    """Turn epochs until a condition is true; fail after 20 s."""
 
     async def turn() -> None:
         in_task.set(True)

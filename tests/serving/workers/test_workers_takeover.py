@@ -50,7 +50,7 @@ def test_server_after_repeated_supervisor_kills_during_takeover_answers(
 
 def test_start_on_port_of_other_process_with_handover_file_is_refused(two_workers: Server) -> None:
     two_workers.destroy()
-    # The orphans hold the port until their last thread ends.
+    # The port is in use until the last thread of the orphans ends.
     wait_until(lambda: not two_workers.workers())
     assert (two_workers.folder / HANDOVER_SOCKET).exists()
     with socket.socket() as stranger:

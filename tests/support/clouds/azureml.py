@@ -158,7 +158,7 @@ class AzureCloud:
         """Restore the state of the cloud after the block."""
         names = ("resources", "routes", "mirrors", "nodes", "keys", "_operations")
         with self._lock:
-            # No operation may be under way: operations hold functions that change their resources.
+            # No operation may be under way: operations contain functions that change resources.
             state = {name: copy.copy(getattr(self.control, name)) for name in names}
             bodies = {
                 path: copy.deepcopy(resource.body)

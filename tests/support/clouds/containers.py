@@ -31,7 +31,7 @@ _PASSED_ON = ("PATH", "PYTHONPATH", "HOME", "LD_LIBRARY_PATH", "TMPDIR")
 
 
 class NotReadyError(Exception):
-    """A container did not answer its ping; the error holds the end of its log."""
+    """A container did not answer its ping; the error contains the end of its log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

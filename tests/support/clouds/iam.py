@@ -43,7 +43,7 @@ _NO_VALUE = "AWS::NoValue"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A requested action on a resource. `context` holds the condition keys."""
+    """A requested action on a resource. `context` has the values of condition keys."""
 
     action: str
     resource: str
@@ -149,15 +149,15 @@ def _applies(statement: Mapping[str, Any], request: Request) -> bool:
         any(_matches(action, request.action.lower()) for action in actions)
         and any(_matches(resource, request.resource) for resource in _listed(statement["Resource"]))
         and all(
-            _holds(operator, _listed(wanted), request.context.get(key))
+            _is_met(operator, _listed(wanted), request.context.get(key))
             for operator, about in statement.get("Condition", {}).items()
             for key, wanted in about.items()
         )
     )
 
 
-def _holds(operator: str, wanted: list[str], value: str | None) -> bool:
-    """Return whether a condition holds for the value of its key.
+def _is_met(operator: str, wanted: list[str], value: str | None) -> bool:
+    """Return whether a condition is met for the value of its key.
 
     The value is None if the request has no such key.
     """

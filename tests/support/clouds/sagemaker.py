@@ -42,7 +42,7 @@ SETTINGS: Mapping[str, Json] = {
 class FakeSageMaker:
     """The running fake.
 
-    `environment` holds the variables that clients need to reach it.
+    `environment` contains the variables that clients need to reach it.
     """
 
     url: str

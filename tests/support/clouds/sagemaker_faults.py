@@ -114,7 +114,7 @@ def answer_json(
 
 
 def _until_given_up(connection: socket.socket) -> None:
-    """Hold the connection until its client closes it."""
+    """Keep the connection open until its client closes it."""
     connection.settimeout(_MOST_PATIENT_S)
     while connection.recv(1 << 16):
         pass

@@ -1,7 +1,7 @@
 """SageMaker's control plane as a state machine of models, configs and endpoints.
 
 By default, time is counted in reads: an update ends after a number of `DescribeEndpoint` calls, not
-of seconds. Tests therefore see every state, and none depends on the machine's speed. With
+of seconds. Tests can therefore observe every state, and none depends on the machine's speed. With
 `Behaviour.duration`, an update ends by the clock. The behaviour follows the service model and the
 documentation.
 """

@@ -3,7 +3,7 @@
     python -m tests.support.load http://127.0.0.1:8080/v2/models/m/infer --body request.json
     --connections 16
 
-The exit code is 0 if every request was answered with 200, and 1 if one was not or none was sent.
+The exit code is 0 if requests were sent and all were answered with 200; otherwise it is 1.
 SIGINT and SIGTERM end the load early; the results up to that time are printed.
 """
 

@@ -43,8 +43,8 @@ class Records:
         sent_ns: taken just before the request was sent.
         done_ns: when its answer was complete, or it had failed.
         status: the HTTP status, or a `Failure`.
-        deployment: an index into `names`, which holds the deployments that answered; names[0] is ""
-            for answers without a name.
+        deployment: an index into `names`, the deployments that answered; names[0] is "" for answers
+            without a name.
         number: the number of the request in the plan.
         key: the user that sent the request.
     """
@@ -67,7 +67,7 @@ class Records:
         return len(self.status)
 
     def select(self, mask: NDArray[np.bool_]) -> Records:
-        """Return the records for which a mask of shape (n,) holds."""
+        """Return the records for which a mask of shape (n,) is true."""
         return replace(self, **{name: getattr(self, name)[mask] for name in _COLUMNS})
 
     @property
@@ -137,8 +137,8 @@ _COLUMNS = ("due_ns", "sent_ns", "done_ns", "status", "deployment", "number", "k
 class Publication:
     """A change of an endpoint.
 
-    It holds the deployments that have traffic after the change, and when the call began and
-    returned. A call whose outcome is not known has `returned_ns=FOREVER_NS`.
+    `names` are the deployments that have traffic after the change. A call of unknown outcome has
+    `returned_ns=FOREVER_NS`.
     """
 
     names: frozenset[str]
@@ -149,11 +149,11 @@ class Publication:
 def stale(records: Records, publications: Sequence[Publication]) -> Column:
     """Return the rows of answers (200) that no state of the endpoint allows.
 
-    Publication k is possibly in force from the begin of its call until a later call has returned.
-    An answer is allowed if its deployment has traffic in a publication that was possibly in force
-    at some moment between the request's sending and its end. That is linearizability of a register:
-    a request that is sent after a publication returned never gets a version that the publication
-    replaced (Herlihy and Wing 1990).
+    Publication k is possibly in force from the start of its call until a later call has returned.
+    An answer is allowed if a publication that gives its deployment traffic was possibly in force
+    between the request's sending and its end. That is linearizability of a register (Herlihy and
+    Wing 1990). A request that is sent after a publication returned never gets a version that the
+    publication replaced.
 
     Args:
         records: the load; requests before the first publication belong to none and count as stale.
