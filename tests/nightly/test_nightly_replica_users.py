@@ -87,7 +87,7 @@ def ask_within_epoch(site: ReplicaSite) -> tuple[int, list[Mapping[str, str]]]:
 
 
 def read_epoch(site: ReplicaSite, epoch: int) -> EpochUnits | None:
-    """Return the units of an epoch once all replicas have closed it."""
+    """Return the units of an epoch; None until all replicas have closed it."""
     reading = site.provider.metrics().read(site.config, {"green": None, "blue": None})
     return next((each for each in reading.epochs if each.epoch == epoch), None)
 

@@ -65,7 +65,7 @@ def task_runs_of(run: UUID) -> list[TaskRun]:
 
 
 def names_of_task_runs(state: State[Any], *awaited: str) -> list[str]:
-    """Return the names of the task runs in order.
+    """Return the names of the task runs in order, once they include those in `awaited`.
 
     The server receives task runs by events, a moment after the flow run has ended.
     """

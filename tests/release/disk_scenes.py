@@ -103,7 +103,7 @@ def damage(root: Path) -> list[str]:
     for endpoint in ledger.endpoints():
         try:
             if ledger.state(endpoint) != fold(endpoint, ledger.read(endpoint)):
-                found.append(f"the snapshot of {endpoint} says something else than its entries")
+                found.append(f"the snapshot of {endpoint} differs from its entries")
         except OnnxOpsError as error:
             found.append(str(error))
     folders = [one.digest for one in models.list_folders() if one.digest is not None]

@@ -144,7 +144,7 @@ def pause_rollout(scene: Scene, random_: random.Random, versions: Sequence[str])
 def leave_request(
     scene: Scene, provider: EndpointProvider, random_: random.Random, versions: Sequence[str]
 ) -> Operation:
-    """Request a rollback or a deletion that the provider refuses once.
+    """Request a rollback or a deletion while the provider refuses changes.
 
     Return the operation that withdraws the request.
     """
@@ -239,7 +239,7 @@ def grow(scene: Scene, random_: random.Random) -> None:
             else:
                 choose_operation(random_)[1](scene.context)
         scene.restart()
-    # Most operations meet services that answer.
+    # For most operations, the services answer.
     if random_.random() < 0.8:
         scene.world.provider.down = scene.world.registry.down = False
 
@@ -282,7 +282,7 @@ def failing(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """What can be read of ledger, registry, endpoints and model folders."""
+    """What can be read of ledger, registry, endpoints, model folders and store."""
 
     entries: Mapping[str, tuple[object, ...]]
     aliases: Mapping[str, str] | str

@@ -68,7 +68,8 @@ def comparable_end(scene: Scene) -> dict[str, Any]:
 def _to_show(scene: Scene) -> Iterator[LedgerEntry]:
     """Yield the entries that the registry should show.
 
-    For each endpoint they precede the last `AliasesWritten` entry.
+    They precede the last `AliasesWritten` entry of their endpoint. Entries about metrics, leases
+    and notifications are left out.
     """
     for name in scene.world.ledger.endpoints():
         entries = scene.world.ledger.read(name)
@@ -108,7 +109,7 @@ class Tally:
 def sweep_effects(
     operation: Operation, root: Path, choose: Callable[[Iterable[Point]], Sequence[Point]] = list
 ) -> Tally:
-    """Disturb an operation at the chosen points of all its points.
+    """Disturb an operation at those of its points that `choose` returns.
 
     Its files are below `root`.
     """

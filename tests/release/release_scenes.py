@@ -1,6 +1,6 @@
-"""Moments in the life of an endpoint at which a reconciler has work.
+"""States of an endpoint in which a reconciler has work.
 
-The module also collects what must be true in the end.
+`end_of` returns what must be equal in the end.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def interrupted(scene: Scene, call: Callable[[], object], *, reaches: bool = Fal
             call()
 
 
-def owe(scene: Scene, ask: Callable[[Scene], object] = Scene.roll_back) -> None:
+def request_while_down(scene: Scene, ask: Callable[[Scene], object] = Scene.roll_back) -> None:
     """Request an operation while the endpoint cannot be reached."""
     scene.world.provider.down = True
     with pytest.raises(StillPendingError):
@@ -209,10 +209,10 @@ def end_of(scene: Scene) -> dict[str, object]:
     return {
         "aliases": scene.aliases(),
         "roles": {name: state.roles for name, state in states.items()},
-        "owed": {name: state.pending_aliases for name, state in states.items()},
-        "told": {name: state.aliases for name, state in states.items()},
+        "pending": {name: state.pending_aliases for name, state in states.items()},
+        "written": {name: state.aliases for name, state in states.items()},
         "rejected": {name: state.rejected for name, state in states.items()},
-        "word": {name: state.command for name, state in states.items()},
+        "command": {name: state.command for name, state in states.items()},
         "open": {name: state.open_intent for name, state in states.items()},
         "effects": {name: effects(scene.world.ledger.read(name)) for name in names},
         "traffic": {name: scene.traffic(name) for name in names},

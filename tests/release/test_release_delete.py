@@ -13,7 +13,12 @@ from onnx_ops.release.promote import delete_endpoint
 from onnx_ops.release.reconcile import reconcile_until_stable
 from onnx_ops.release.rollback import withdraw_request
 from tests.release.release_parts import CHAMPION, Scene, config_of
-from tests.release.release_scenes import copies_of, owe, refused_while_at_work, serving
+from tests.release.release_scenes import (
+    copies_of,
+    refused_while_at_work,
+    request_while_down,
+    serving,
+)
 from tests.support.faults import Faults, Killed
 
 
@@ -91,7 +96,7 @@ def test_delete_endpoint_during_another_change_is_refused(scene: Scene) -> None:
 
 
 def test_withdraw_request_of_pending_deletion_keeps_endpoint(scene: Scene) -> None:
-    owe(scene, delete)
+    request_while_down(scene, delete)
     withdraw_request(scene.context, "digits", reason="it is needed")
     scene.reconcile()
     assert scene.world.provider.observe(config_of("digits")) is not None
@@ -99,15 +104,15 @@ def test_withdraw_request_of_pending_deletion_keeps_endpoint(scene: Scene) -> No
 
 def test_withdraw_request_of_pending_deletion_keeps_pending_rollback(scene: Scene) -> None:
     served = next(name for name, weight in scene.traffic().items() if weight)
-    owe(scene)
-    owe(scene, delete)
+    request_while_down(scene)
+    request_while_down(scene, delete)
     withdraw_request(scene.context, "digits", reason="it is needed")
     assert scene.reconcile()[0].did == "rollback"
     assert scene.traffic().get(served, 0) == 0
 
 
 def test_delete_of_unreachable_endpoint_stays_pending_until_reconciled(scene: Scene) -> None:
-    owe(scene, delete)
+    request_while_down(scene, delete)
     with pytest.raises(RefusedError, match="being deleted"):
         scene.roll_back()
     assert reconcile_until_stable(scene.context, "digits")[-1].did == "deleted"

@@ -48,7 +48,7 @@ from tests.release.release_parts import (
     effects,
     roll_back,
 )
-from tests.release.release_scenes import interrupted, owe, serving
+from tests.release.release_scenes import interrupted, request_while_down, serving
 from tests.support.faults import Faults
 from tests.support.must import must
 
@@ -115,7 +115,7 @@ def test_repeated_roll_back_of_unreachable_endpoint_keeps_version_to_restore(
         scene.reconcile()
     scene.roll_back()
     for _ in range(2):
-        owe(scene)
+        request_while_down(scene)
     scene.reconcile()
     assert scene.traffic()[goal] == 100
     assert scene.state().find_rejection(scene.state().known[goal.removeprefix("v")]) is None
@@ -127,7 +127,7 @@ def test_repeated_roll_back_during_open_intent_raises_still_pending_error(
 ) -> None:
     """If each repetition began it again, a slow endpoint would never complete it."""
     monkeypatch.setattr(rollback, "COMMAND_TIMEOUT_S", 0.01)
-    owe(scene)
+    request_while_down(scene)
     pending = must(scene.state().pending_rollback)
     other = Journal.open(scene.world.context("other"), "digits")
     expires = scene.world.clock.now() + 120
@@ -373,7 +373,7 @@ def test_roll_back_with_lost_model_files_downloads_them_again(scene: Scene) -> N
 
 
 def test_withdraw_request_removes_pending_rollback_only_with_reason(scene: Scene) -> None:
-    owe(scene)
+    request_while_down(scene)
     with pytest.raises(UserError):
         withdraw_request(scene.context, "digits", reason=" ")
     withdraw_request(scene.context, "digits", reason="wrong endpoint")

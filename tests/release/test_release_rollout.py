@@ -48,7 +48,13 @@ from tests.release.release_parts import (
     config_of,
     effects,
 )
-from tests.release.release_scenes import counted_out, interrupted, on_trial, owe, serving
+from tests.release.release_scenes import (
+    counted_out,
+    interrupted,
+    on_trial,
+    request_while_down,
+    serving,
+)
 from tests.support.golden import Golden
 from tests.support.must import must
 
@@ -98,7 +104,7 @@ def test_reconcile_after_first_deployment_confirms_no_rollout() -> None:
 
 def test_reconcile_with_pending_rollback_confirms_nothing() -> None:
     scene = on_trial()
-    owe(scene)
+    request_while_down(scene)
     scene.world.provider.confirmed.clear()
     scene.reconcile()
     assert scene.world.provider.confirmed == []

@@ -270,7 +270,7 @@ class AbuseResult:
     """Effects of abuse on a server and its other clients.
 
     `pauses_s` are the times in which a worker was missing. `deaths` counts the workers that were
-    replaced. `growth_bytes` is the growth of a worker's memory.
+    replaced. `growth_bytes` is the mean growth of a worker's memory.
     """
 
     records: Records
@@ -284,7 +284,7 @@ class AbuseResult:
     def other_failures(self) -> int:
         """Return the failures of good requests that no replaced worker explains.
 
-        A replaced worker explains one failure on each of its connections.
+        A replaced worker explains one failure on each connection of these requests.
         """
         return max(0, self.records.failed - self.deaths * _CONNECTIONS)
 

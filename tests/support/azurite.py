@@ -1,4 +1,4 @@
-"""Azurite, the emulator of Azure Blob Storage, installed with npm."""
+"""Azurite, the emulator of Azure Blob Storage: an installed one, or one from npm."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ from onnx_ops.errors import CorruptStateError, StorageError
 class MemoryObjects(LocalObjects):
     """Objects in memory.
 
-    `crash` names the next call that ends as if the process were killed.
+    `crash` is the moment at which a call fails once: `snapshot` (before a write), or `before` or
+    `after` a creation.
     """
 
     def __init__(self, data: dict[str, bytes] | None = None) -> None:

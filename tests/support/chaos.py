@@ -34,7 +34,7 @@ class Outcome:
         moment: moment of the publication at which the process was killed.
         reached: whether the publication reached that moment; if not, no process was killed.
         answered: whether the publication was answered with 200.
-        generation: generation that the surviving server serves.
+        generation: generation that the server serves after the kill; -1 for none.
         wanted: generation that was being published.
         healed: whether the next publication was accepted.
         stale: number of answers by a version that was replaced before the request was sent.
@@ -74,7 +74,7 @@ class Outcome:
         if failures or lost > CONNECTIONS:
             found.append(f"requests failed: {self.records.failures()}")
         if not len(self.records):
-            found.append("nothing was asked meanwhile")
+            found.append("no request was sent meanwhile")
         return found
 
 

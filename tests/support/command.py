@@ -157,9 +157,9 @@ def _forget() -> None:
 
 @contextmanager
 def _streams(out: int, err: int) -> Iterator[None]:
-    """Replace standard output and error by files.
+    """Replace standard output and error by files, and standard input by an empty one.
 
-    It affects this process, its C libraries and its children.
+    C libraries and child processes use the two files too.
     """
     kept = (os.dup(1), os.dup(2))
     try:

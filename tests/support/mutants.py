@@ -10,7 +10,8 @@ executed its lines run first (`--map`), the cheapest first; then those of its ro
 A test counts only if it passes without the fault. A run that takes too long, or whose process
 crashes, detects the fault too, and is reported as such.
 
-Exit code: 0 if every fault is detected, 1 if one is not, 2 if the table is wrong.
+Exit code: 0 if every fault is detected, 1 if one is not, 2 if the table or an argument is wrong.
+With `--record`, it is that of pytest.
 """
 
 from __future__ import annotations
@@ -478,7 +479,7 @@ def _problem(fault: Fault) -> str:
 def _expand(path: str) -> list[list[str]]:
     """Return the runs of one path of a room.
 
-    Matching files and folders run together or one by one.
+    The files of `tests/e2e` and `tests/docs` run one by one, other matches together.
     """
     matches = sorted(match.relative_to(ROOT).as_posix() for match in ROOT.glob(path))
     if f"{path}/" in _WHOLE_FILES:
@@ -592,7 +593,7 @@ def _arguments(given: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         type=float,
         default=LIMIT_S,
         metavar="SECONDS",
-        help="longest choice of tests by the map",
+        help="most recorded seconds of the tests that are chosen by the map",
     )
     add("--no-fallback", action="store_true", help="run only tests that executed the changed lines")
     return parser.parse_args(given[:at]), list(given[at + 1 :])

@@ -32,7 +32,8 @@ The name can contain any character.
 class Memory:
     """Memory of several processes together, in bytes.
 
-    A shared page counts once in `pss`, and once for each process in `rss`.
+    `rss` counts a shared page once for each process. `pss` divides it among all processes that
+    share it.
     """
 
     pss: int
@@ -86,7 +87,7 @@ def running_process(
 
 
 def does_answer(url: str) -> bool:
-    """Return whether a server answers a GET."""
+    """Return whether a server answers a GET with success."""
     with suppress(OSError):
         urllib.request.urlopen(url, timeout=2).close()
         return True

@@ -8,7 +8,7 @@ no AVX-512, so VNNI can only be tested on a processor that has it. Programs that
 on the real processor.
 
 This is also a pytest plugin, loaded by `tests/conftest.py`. With `--emulated`, onnx-ops sees the
-features of the emulated processor, because `/proc/cpuinfo` keeps those of the real one.
+features of the emulated processor, because `/proc/cpuinfo` shows those of the real one.
 """
 
 from __future__ import annotations

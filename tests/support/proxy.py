@@ -1,6 +1,6 @@
 """A proxy before a server of this machine.
 
-It can be cut, and can delay, refuse or lose single requests.
+It can be cut. It can delay or refuse single requests, or lose their answers.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class StressResult:
 class Publisher:
     """Publisher of states of one server under rising generations.
 
-    It records the begin and end of each call.
+    It records the start and end of each call.
     """
 
     def __init__(self, server: ServerFamily) -> None:

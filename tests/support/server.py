@@ -166,7 +166,7 @@ class ServerFamily:
                     self.port = record.port
                     return record
             if self.process is not None and self.process.poll() is not None:
-                raise MeasurementError("the server ended at once", why=self.log()[-2000:])
+                raise MeasurementError("the server ended before start", why=self.log()[-2000:])
             time.sleep(_PAUSE_S)
         raise MeasurementError("the server was not ready in time", why=self.log()[-2000:])
 

@@ -88,7 +88,9 @@ class Sweep:
         self.part = part
 
     def __call__(self, points: Iterable[T]) -> list[T]:
-        """Return every third point, beginning with the one of this run's part."""
+        """Return every third point from the one of this run's part, or all for part 0.
+
+        A part that would be empty has the first point."""
         chosen = list(points)
         return chosen if self.part == 0 else chosen[self.part - 1 :: PARTS] or chosen[:1]
 
@@ -96,7 +98,7 @@ class Sweep:
 def part_of(option: str) -> int:
     """Return the part that `--sweep` names.
 
-    For `commit`, the digest of the commit determines the part.
+    For `commit`, the digest of the commit determines the part. Outside a repository, it is 0.
 
     Raises:
         pytest.UsageError: the option is none of those that its help lists.

@@ -58,7 +58,7 @@ WELL = Outcome(
             "worker",
             [f"requests failed: {{'closed': {CONNECTIONS + 1}}}"],
         ),
-        (replace(WELL, records=records()), "worker", ["nothing was asked meanwhile"]),
+        (replace(WELL, records=records()), "worker", ["no request was sent meanwhile"]),
     ],
 )
 def test_outcome_broken_lists_violations_for_victim(

@@ -197,7 +197,7 @@ class Casting(nn.Module):
 
 @torch.library.custom_op("onnx_ops_tests::twice", mutates_args=())
 def twice(x: torch.Tensor) -> torch.Tensor:
-    """Return twice the input, by an operator that torch cannot translate."""
+    """Return twice the input, by an operator that torch cannot translate to ONNX."""
     return 2 * x
 
 
@@ -249,7 +249,7 @@ class MaskedAttention(Attention):
 
 
 class Encoder(nn.Module):
-    """Encode the lines of an image with self-attention."""
+    """Module that encodes the lines of an image with self-attention."""
 
     def __init__(self) -> None:
         super().__init__()

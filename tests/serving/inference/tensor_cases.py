@@ -47,7 +47,7 @@ def binary(
 ) -> tuple[bytes, int]:
     """Return a body in the binary form and the length of its JSON.
 
-    The tensors are given by dtype and array, by name.
+    `tensors` are dtypes and arrays by the name of the tensor.
     """
     items = []
     tail = b""

@@ -14,7 +14,7 @@ _SETTINGS = re.compile(
 
 
 class Autoscale:
-    """Settings by name. The fake never scales: tests do."""
+    """Settings by name. They have no effect on the fake's instances."""
 
     def __init__(self) -> None:
         self.settings: dict[str, Body] = {}
@@ -38,7 +38,7 @@ class Autoscale:
     def _put(self, name: str, body: Body) -> Reply:
         """Store a setting.
 
-        Azure takes numbers of instances as text, and one setting for a target.
+        Azure accepts numbers of instances only as text, and only one setting for a target.
         """
         properties = body["properties"]
         for profile in properties["profiles"]:

@@ -66,6 +66,12 @@ class Conditions:
         quota: quota in instances.
         broken: deployments that do not start.
         refusal: code and message with which instances of deployments are refused.
+        forbidden: whether requests to the workspace are refused with 403.
+        roles: the caller's permissions in the workspace.
+        no_workspace: whether the workspace is missing.
+        container_registries: names of the container registries.
+        pullers: identities with the role AcrPull.
+        missing_identities: identities that do not exist.
     """
 
     looks: int = 2

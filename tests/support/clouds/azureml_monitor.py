@@ -17,7 +17,7 @@ from tests.support.clouds.containers import BROKEN
 MODEL_ERROR = 424
 """Status that Azure's front end answers and counts for a container's failure.
 
-A container fails if its status is not 200.
+A container fails if it answers with a status other than 200.
 """
 _MINUTE = 60
 _PERCENTILE = re.compile(r"RequestLatency_P(\d+)")
@@ -26,7 +26,7 @@ _PERCENTILE = re.compile(r"RequestLatency_P(\d+)")
 class Monitor:
     """Request counts by minute, endpoint, deployment and status.
 
-    The status is the container's, or `BROKEN`.
+    The status is the container's, `BROKEN`, or 429 if all instances are busy.
     """
 
     def __init__(self, clock: Clock) -> None:

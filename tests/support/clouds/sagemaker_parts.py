@@ -85,7 +85,7 @@ class Behaviour:
         stuck: if set, the next updates end as UpdateRollbackFailed with this text as reason.
         quota: if set, new instances are refused with this text.
         refuses_updates: whether an endpoint out of service can only be deleted.
-        denied: actions that no role has.
+        denied: actions that SimulatePrincipalPolicy denies to every role.
         limits: limits of Service Quotas by instance type.
     """
 

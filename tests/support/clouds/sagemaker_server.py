@@ -319,7 +319,7 @@ def serve(folder: Path) -> None:
 
     class Handler(MotoRequestHandler):
         protocol_version = "HTTP/1.1"
-        # Nagle's algorithm would hold back the second part of a response until the client's
+        # Nagle's algorithm would delay the second part of a response until the client's
         # acknowledgement, which Linux delays by 40 ms.
         disable_nagle_algorithm = True
 

@@ -3,7 +3,8 @@
     python -m tests.support.load http://127.0.0.1:8080/v2/models/m/infer --body request.json
     --connections 16
 
-The exit code is 0 if requests were sent and all were answered with 200; otherwise it is 1.
+The exit code is 0 if requests were sent and all were answered with 200; otherwise it is 1. Errors
+have the exit codes of onnx-ops.
 SIGINT and SIGTERM end the load early; the results up to that time are printed.
 """
 

@@ -52,7 +52,7 @@ class RequestLoop:
 
 @dataclass
 class Users:
-    """Answers to users: deployments by user, and the requests that failed, by reason."""
+    """Answers to users: deployments by user, and the reasons of the failed requests."""
 
     seen: dict[str, set[str]] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)

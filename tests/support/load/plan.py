@@ -69,7 +69,7 @@ class LoadPlan:
 class Requests:
     """The bytes of each request of a plan.
 
-    They are built in advance, except for the line that names the user.
+    Their parts are built in advance, and `render` joins them.
     """
 
     def __init__(self, plan: LoadPlan) -> None:
@@ -101,6 +101,6 @@ def _head(target: str, host: str, headers: Mapping[str, str], body: bytes) -> by
     }
     sent["content-length"] = str(len(body))
     if any("\r" in text or "\n" in text for text in (*sent, *sent.values(), target)):
-        raise UserError("a header must not hold a line break")
+        raise UserError("a header must not contain a line break")
     lines = "".join(f"{name}: {value}\r\n" for name, value in sent.items())
     return f"POST {target} HTTP/1.1\r\n{lines}".encode("latin-1")

@@ -35,7 +35,7 @@ class LoadProcess:
 
         Raises:
             MeasurementError: the load does not begin, for example because the server takes no
-                connection.
+                connection, or a payload of the plan has headers.
         """
         self._folder = tempfile.TemporaryDirectory(prefix="load-")
         command = self._command(Path(self._folder.name))
