@@ -1,4 +1,4 @@
-"""Task metrics that no gate needs, and those that a gate cannot judge."""
+"""Task metrics: unneeded ones, and those that a gate cannot judge."""
 
 from __future__ import annotations
 

@@ -330,7 +330,7 @@ def _comparable_entry(entry: LedgerEntry) -> object:
 
 
 def _comparable_state(state: EndpointState | None) -> dict[str, Any] | None:
-    """Return what an endpoint serves, without data that a provider does not report."""
+    """Return what an endpoint serves, as far as every provider reports it."""
     if state is None:
         return None
     return {

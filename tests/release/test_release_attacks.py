@@ -1,7 +1,7 @@
 """Files that are loaded while an attacker writes the registry or the ledger.
 
 The attacker writes the registry, the ledger's storage, or both, without the gate's key. The
-attacker has no key at all, or has stolen the key that signs entries of the ledger but no decisions.
+attacker has no key at all, or has stolen the key that signs only entries of the ledger.
 The files of versions 2 and 3 failed their gates. The attacker knows every decision that was ever
 signed, and the override that once let version 2 serve.
 """

@@ -339,7 +339,7 @@ def test_record_pause_after_operator_pause_writes_nothing() -> None:
     assert before.pause is None
 
 
-def test_recorded_pause_survives_endpoint_restore() -> None:
+def test_recorded_pause_remains_after_endpoint_restore() -> None:
     scene = on_trial()
     journal = Journal.open(scene.context, "digits")
     journal.append(RolloutPaused(wait=WaitKind.INCONCLUSIVE, step=0, why="no traffic"))

@@ -39,7 +39,7 @@ def test_roll_back_with_read_only_ledger_names_runbook(
     assert dict(scene.traffic()) == before
 
 
-def test_rollback_in_copied_ledger_survives_merge_into_original(
+def test_rollback_in_copied_ledger_remains_after_merge_into_original(
     scene: Scene, tmp_path: Path
 ) -> None:
     ledger, aside, copy = (

@@ -185,7 +185,7 @@ def test_resumed_rollout_waits_for_approval_at_its_step(trial: Scene) -> None:
         trial.say(OperatorCommand.RESUME)
 
 
-def test_operator_command_survives_endpoint_restore(trial: Scene) -> None:
+def test_operator_command_is_executed_after_endpoint_restore(trial: Scene) -> None:
     trial.say(OperatorCommand.ADVANCE)
     trial.world.provider.interfere("digits", None)
     assert [report.did for report in trial.reconcile()] == ["restore", "advance", ""]

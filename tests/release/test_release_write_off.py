@@ -19,7 +19,7 @@ from tests.release.release_scenes import serving
 
 @dataclass
 class Servers:
-    """The servers that a provider of replicas lists and forgets."""
+    """The servers of a provider of replicas, which can list them and end their records."""
 
     listed: dict[str, EndpointServer] = field(default_factory=dict)
 

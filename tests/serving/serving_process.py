@@ -168,7 +168,7 @@ class Server(ServerFamily):
     """A server of model `m`, called as its clients call it."""
 
     def workers(self) -> list[int]:
-        """Return all registered workers, including those of a dead supervisor."""
+        """Return all registered workers, including those of a killed supervisor."""
         return list(server_process.list_workers(self.folder))
 
     def infer(

@@ -160,7 +160,7 @@ def test_judge_of_good_evidence_passes_with_estimate_and_reason_for_each_gate() 
     ]
 
 
-def test_decision_with_extreme_values_survives_json_round_trip() -> None:
+def test_decision_with_extreme_values_is_equal_after_json_round_trip() -> None:
     extreme = replace(INT8, comparisons=(against("champion", 2.0, log_ratios=((900.0,),)),))
     for evidence in (
         INT8,

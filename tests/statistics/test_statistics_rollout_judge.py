@@ -280,7 +280,7 @@ def test_latency_guardrail_without_quantile_judges_worst_quantile() -> None:
     (guard,) = judge(seen(*[counts(bulge)] * 10), policy).guardrails
     (path,) = trace_guardrails([seen(*[counts(bulge)] * n) for n in range(1, 11)], policy)
     assert path.log10_evidence[-1] == pytest.approx(guard.evidence)
-    assert guard.low is None, "bounds of a place that was chosen for being the worst do not hold"
+    assert guard.low is None, "bounds of a place that was chosen as the worst are not valid"
     waits(due(seen(healthy()), policy), WaitKind.ANALYZING)
 
 

@@ -20,7 +20,7 @@ PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 def pytest_configure() -> None:
     """Put the entry points of `pyproject.toml` before those of the installation.
 
-    Nothing changes if both are equal, or if the package is not installed.
+    Nothing changes if both are equal, or if the package is missing.
     """
     project = tomllib.loads(PROJECT.read_text(encoding="utf-8"))["project"]
     groups = {**project["entry-points"], "console_scripts": project["scripts"]}

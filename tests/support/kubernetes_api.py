@@ -317,7 +317,7 @@ def _path(version: str) -> str:
 
 
 def _build_openapi(version: str) -> Object:
-    """Return a description from which kubectl learns that the server validates fields."""
+    """Return a description that shows kubectl that the server validates fields."""
     group, _, name = version.rpartition("/")
     paths = {
         f"{_path(version)}/{plural}/{{name}}": {

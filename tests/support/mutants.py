@@ -439,7 +439,7 @@ def read_table(path: Path = TABLE) -> tuple[list[Fault], dict[str, list[str]]]:
     """Return the faults, and by room the paths of its tests.
 
     Raises:
-        ValueError: an id repeats, a path does not exist, an old text is missing or repeated, or a
+        ValueError: an id repeats, a path is missing, an old text is missing or repeated, or a
             change has no effect or breaks the syntax.
     """
     document = tomllib.loads(path.read_text(encoding="utf-8"))

@@ -7,7 +7,7 @@ AVX-512 nor VNNI (program qemu-x86_64 of Debian's and Ubuntu's package qemu-user
 no AVX-512, so VNNI can only be tested on a processor that has it. Programs that a test starts run
 on the real processor.
 
-This is also a pytest plugin, loaded by `tests/conftest.py`. With `--emulated`, onnx-ops sees the
+This is also a pytest plugin, loaded by `tests/conftest.py`. With `--emulated`, onnx-ops uses the
 features of the emulated processor, because `/proc/cpuinfo` shows those of the real one.
 """
 

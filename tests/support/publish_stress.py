@@ -59,10 +59,10 @@ class Publisher:
     def publish(self, state: EndpointState) -> Answer:
         """Publish once.
 
-        An answer other than 200 counts as a call whose outcome is not known.
+        An answer other than 200 counts as a call of unknown outcome.
 
         Raises:
-            OSError, http.client.HTTPException: the server did not answer; the outcome is not known.
+            OSError, http.client.HTTPException: the server did not answer; the outcome is unknown.
         """
         names = frozenset(name for name, weight in state.split.weights.items() if weight > 0)
         begun, returned = monotonic_ns(), FOREVER_NS

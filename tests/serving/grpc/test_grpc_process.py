@@ -145,7 +145,7 @@ def test_grpc_health_and_reflection_implement_standard_services(
     assert database.FindFileContainingSymbol("grpc.health.v1.Health").package == "grpc.health.v1"
 
 
-def test_grpc_port_survives_worker_and_server_kill_and_refuses_second_server(
+def test_grpc_port_answers_after_worker_or_server_kill_and_refuses_second_server(
     tmp_path: Path, blue: Deployment, connect: Connect
 ) -> None:
     port = free_port()

@@ -113,7 +113,7 @@ def test_sampled_requests_have_spans_with_status_and_exemplars(
 
 
 def exemplars(page: str) -> set[str]:
-    """Return the traces on a page, and check that each latency lies in its bucket."""
+    """Return the traces on a page, and check that each latency is in its bucket."""
     traces = set()
     for family in text_string_to_metric_families(page):  # type: ignore[no-untyped-call]
         lower = 0.0

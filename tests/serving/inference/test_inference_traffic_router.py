@@ -86,7 +86,7 @@ def test_get_draw_without_epochs_returns_same_draw() -> None:
     assert router.get_draw(3).epoch == 0
 
 
-def test_get_draw_of_epoch_is_stable_and_meets_weight_exactly() -> None:
+def test_get_draw_of_epoch_is_stable_and_matches_weight_exactly() -> None:
     router, again = split(10, epoch_s=60.0), split(10, epoch_s=60.0)
     for epoch in (29_000_000, 29_000_001, 5):
         draw = router.get_draw(epoch)

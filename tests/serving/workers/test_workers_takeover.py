@@ -1,4 +1,4 @@
-"""Workers of a dead supervisor, and the supervisor that follows."""
+"""Workers of a killed supervisor, and the supervisor that follows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_server_after_repeated_supervisor_kills_during_takeover_answers(
     two_workers: Server, blue: Deployment
 ) -> None:
     two_workers.kill()
-    # Each supervisor dies while its workers start, or while the orphans drain.
+    # Each supervisor is killed while its workers start, or while the orphans drain.
     for _ in range(3):
         before = two_workers.workers()
         two_workers.launch()

@@ -2,7 +2,7 @@
 
 A function of the caller is called before and after the effect of every request. It can delay the
 request, make it fail, lose its answer, or end the process. Kinds of faults become the answers and
-errors that the SDKs know.
+errors that the SDKs handle.
 """
 
 from __future__ import annotations

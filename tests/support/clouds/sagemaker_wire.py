@@ -27,7 +27,7 @@ class Wire:
         """Return the operation and the request.
 
         Raises:
-            Invalid: there is no such operation, or the service model does not allow the request.
+            Invalid: the operation is unknown, or the service model does not allow the request.
         """
         from botocore.validate import ParamValidator
 

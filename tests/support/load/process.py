@@ -34,8 +34,8 @@ class LoadProcess:
         """Start the process.
 
         Raises:
-            MeasurementError: the load does not begin, for example because the server takes no
-                connection, or a payload of the plan has headers.
+            MeasurementError: the load does not begin, for example because the server refuses
+                connections, or a payload of the plan has headers.
         """
         self._folder = tempfile.TemporaryDirectory(prefix="load-")
         command = self._command(Path(self._folder.name))
