@@ -1,6 +1,6 @@
 """Weights whose products saturate without VNNI are found.
 
-The processor of this machine computes as it is detected.
+The tests also compare this machine's products with its detected saturation.
 """
 
 from __future__ import annotations

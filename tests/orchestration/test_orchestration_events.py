@@ -193,7 +193,9 @@ def test_rollout_events_during_server_outage_are_sent_later(prefect_server: None
             post(list(run_events(PIPE, summary(UNSERVED, 1, outcomes=DONE), 5.0)))
     later = {one.notifier: one for one in send_pending_each(context, ("late",))}
     assert not later["chat"].sent
-    assert len(later[NAME].sent) == len(chat.received) + 2, "a start and an advance beside"
+    assert len(later[NAME].sent) == len(chat.received) + 2, (
+        "the events include a start and an advance"
+    )
 
 
 def test_events_without_configured_server_are_skipped_and_check_raises_user_error(

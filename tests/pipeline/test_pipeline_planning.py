@@ -94,7 +94,7 @@ def test_plan_lists_stages_after_their_dependencies() -> None:
 
 def test_plan_of_full_pipeline_sets_needs_and_tolerates() -> None:
     stages = planned()
-    assert stages["train"].needs == ("data/train", "data/extra"), "what is scored is not trained on"
+    assert stages["train"].needs == ("data/train", "data/extra"), "training uses no scored data"
     assert stages["quantize/int8-static"].needs == ("export", "data/train")
     assert stages["quantize/int8-dynamic"].needs == ("export",)
     assert stages["benchmark/fp32@cpu"].needs == ("export", "validate", "data/test")
@@ -245,7 +245,7 @@ def test_benchmark_settings_follow_kinds_of_gates_but_not_limits() -> None:
         == pairs_of("gate") | RELEASE
     )
     both = plan_with(ColdStartGate(load=1.0), MemoryGate(max=6))
-    assert not changed(started, both) & pairs_of("benchmark"), "the same processes serve both"
+    assert not changed(started, both) & pairs_of("benchmark"), "both gates use the same processes"
 
 
 def test_gates_of_target_apply_only_to_that_target() -> None:
@@ -266,7 +266,7 @@ def test_gates_of_target_apply_only_to_that_target() -> None:
         "edge": replace(TARGETS["edge"], gates=(SizeGate(max=6), MemoryGate(max=8)))
     }
     again = changed(found, plan(PIPELINE, looser, TableProbe()))
-    assert not again & pairs_of("benchmark"), "a limit measures nothing again"
+    assert not again & pairs_of("benchmark"), "another limit repeats no measurement"
 
 
 def test_benchmark_hints_contain_tolerances_of_gates() -> None:

@@ -192,7 +192,7 @@ def test_server_restarts_during_rollout_preserve_verdict(restarts: int) -> None:
         traffic(scene, 100, errors=(1, 5))
     assert scene.traffic() == {"v1": 100}
     assert counted.tallies["v2"].requests == 10 * (40 - max(0, restarts - 1)) + 30, (
-        "the rollback comes in another round"
+        "the rollback comes in the same round"
     )
 
 

@@ -511,9 +511,9 @@ def test_watched_deployments_get_cold_start_samples_in_turn(
         assert time.monotonic() < deadline, server.log()
         time.sleep(0.1)
         loads = [*server.counts(asked).cold_s.values()]
-        assert max(map(len, loads)) - min(map(len, loads)) <= 1, "they are loaded in turn"
+        assert max(map(len, loads)) - min(map(len, loads)) <= 1, "the models are loaded alternately"
     assert all(seconds > 0 for each in loads for seconds in each)
     ask(server, **{"x-user-key": "u"})
     counts = server.counts(asked)
     assert [table.cells for table in counts.tables] == [{}] * 3, "no version was chosen for a user"
-    assert [*counts.cold_s.values()] == loads, "and no more often"
+    assert [*counts.cold_s.values()] == loads, "the models are loaded no more often"

@@ -554,7 +554,7 @@ class TestMedians:
         nanoseconds, lost = np.full((1, 1, 2, 5), 100), np.zeros((1, 1, 2, 5), dtype=bool)
         nanoseconds[0, 0, 1, :4], lost[0, 0, 1, :4] = 9000, True
         first, second = compute_block_logs(nanoseconds, lost)[0, 0]
-        assert second == first, "one run kept its core"
+        assert second == first, "one run was not preempted"
         lost[0, 0, 1, 4] = True
         first, second = compute_block_logs(nanoseconds, lost)[0, 0]
         assert second - first == pytest.approx(math.log(90))
@@ -616,7 +616,7 @@ class TestProbe:
     def test_compute_block_logs_with_random_slow_spells_favors_no_model(self, share: float) -> None:
         """At a share of 0.95, the machine is nearly always slow.
 
-        Its few fast spells then fall to one model more than to another.
+        One model then has more runs in the few fast spells than another.
         """
         rng = np.random.default_rng(9)
         for _ in range(20):

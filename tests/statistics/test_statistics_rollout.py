@@ -342,7 +342,7 @@ def test_compute_block_effect_of_ten_errors_by_one_user_is_ten() -> None:
     assert ev.measure_evidence(rows, 1.0) > 6
     assert ev.measure_evidence(rows, 1.0, design_effect.compute_block_effect(alone)) < 1
     assert ev.measure_evidence(rows, 1.0, float(design_effect.estimate_dispersion(rows))) < 0.5, (
-        "nor one interval's"
+        "one interval with many errors is no evidence either"
     )
 
 

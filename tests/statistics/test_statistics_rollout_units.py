@@ -188,7 +188,7 @@ def test_observations_of_several_servers_add_counts_and_ignore_late_reading() ->
     assert [(each.canary.requests, each.stable.requests) for each in seen.intervals] == [(100, 50)]
     fewer = replace(one, tallies={**one.tallies, "v2": RequestCounts(requests=90)})
     assert add(seen, replace(reading, counts=(fewer,))).counts == seen.counts, (
-        "a reading that comes late"
+        "a late reading has lower counts"
     )
 
 
@@ -206,7 +206,7 @@ def test_judge_with_open_epoch_detects_gross_failure() -> None:
         "gross failure: on average about 83 % of a unit's requests failed in 6 units"
         in judged.gross_failure
     )
-    assert not judged.guardrails[0].is_violated, "evidence takes closed epochs"
+    assert not judged.guardrails[0].is_violated, "the evidence uses only closed epochs"
     both = replace(
         keyless, units={"errors": count_units([*[(1, 1, True)] * 5, *[(1, 1, False)] * 45])}
     )

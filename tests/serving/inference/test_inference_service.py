@@ -675,7 +675,9 @@ def test_user_latencies_are_counted_only_in_warm_comparable_slots(
             comparable[name] = sum(expected)
         assert requests == 100
     assert min(comparable.values()) > 10
-    assert comparable["blue"] < 60, "of 70, those of as many slots as the other version has"
+    assert comparable["blue"] < 60, (
+        "of the 70 cells, those in as many slots as the other version has"
+    )
 
 
 def in_binary(rows: int, *, json_bytes: int = 0) -> tuple[bytes, dict[str, str]]:
