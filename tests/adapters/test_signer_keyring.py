@@ -206,7 +206,7 @@ def test_keyring_without_signing_key_lists_trusted_keys_and_raises_not_found_err
 
 
 @pytest.mark.parametrize("act", ["rotate", "retire"])
-def test_keyring_with_remote_signer_refuses_rotate_and_retire_and_names_manual_steps(
+def test_keyring_with_remote_signer_refuses_rotate_and_retire_of_signing_key_with_manual_steps(
     tmp_path: Path, act: str
 ) -> None:
     signer = create_key(tmp_path / "remote" / "signing.pem")

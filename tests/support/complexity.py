@@ -54,7 +54,8 @@ def measure_folders(root: Path = ROOT) -> dict[str, int]:
     return {
         f"{path.relative_to(root)}: {name}": complexity
         for path in paths
-        # Templates are links to files that are measured at their original path.
+        # Templates contain links to folders of the repository. Only `flows` is measured, at its
+        # original path.
         if "templates" not in path.parts
         for name, complexity in measure_text(path.read_text(encoding="utf-8")).items()
     }

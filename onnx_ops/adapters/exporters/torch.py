@@ -298,7 +298,7 @@ def _explain_failure(
         )
     watch = importlib.import_module("onnx_ops.adapters.exporters.torch_fixed_axes")
     shapes = binding.by_parameter(free)
-    # TorchExportError means that the trace failed, other errors that a later step failed.
+    # TorchExportError means that the trace failed. Other errors mean that a later step failed.
     is_traced = type(error).__name__ != "TorchExportError"
     for fixed in (
         () if is_traced else watch.find_fixed_axes(module, *binding.pack(rows), shapes, free)

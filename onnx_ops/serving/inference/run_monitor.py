@@ -113,8 +113,7 @@ class RunMonitor:
             self._runs.append(run)
             # The run is counted before it begins, because it can end the process.
             self._thread_runs[place] += 1
-            # The thread is woken only for an earlier deadline, since a wake-up for each run would
-            # slow down every request.
+            # The thread wakes at `_wakes_at`, so it is woken now only for an earlier deadline.
             if self._thread is None or deadline < self._wakes_at:
                 self._wake()
         try:
