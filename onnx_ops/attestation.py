@@ -272,7 +272,7 @@ The empty name is the folder itself.
 
 
 def is_encoded_keys(text: str) -> bool:
-    """Return whether a setting of trusted keys contains keys in base64, and not a path."""
+    """Return whether a setting of trusted keys contains base64 keys, and not a path."""
     return text.startswith(_ENCODED)
 
 

@@ -43,7 +43,7 @@ from onnx_ops.scratch import (
 SHARED = 0o660
 """Mode of a file that a group shares."""
 UNFINISHED_S = 3600.0
-"""Age in seconds from which an unfinished file is treated as one of a killed writer."""
+"""Age in seconds from which the writer of an unfinished file counts as killed."""
 _CLIENTS = frozenset({"aiobotocore", "aiohttp", "azure", "botocore", "gcsfs", "google", "s3fs"})
 """Packages of the clients of object stores."""
 _WITHOUT_FOLDERS = frozenset({"abfs", "abfss", "az", "gcs", "gs", "s3", "s3a"})

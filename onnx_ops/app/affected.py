@@ -192,7 +192,7 @@ def _list_system_files(root: Path, section: SystemComparison) -> Iterator[str]:
 
 
 def _locate(path: str, root: Path) -> Iterator[str]:
-    """Yield a path relative to the root, first as written and then with links resolved.
+    """Yield a path relative to the root, as written and then with links resolved.
 
     Paths outside the project are left out.
     """

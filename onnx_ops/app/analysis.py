@@ -60,7 +60,10 @@ T = TypeVar("T")
 _ATTEMPTS = 8
 """Number of attempts to record, if other instances record at the same time."""
 _LOCKS = 64
-"""Number of locks; rollouts whose keys' hashes have the same remainder share a lock."""
+"""Number of locks of rollouts.
+
+Rollouts whose keys' hashes have the same remainder share a lock.
+"""
 FRESH_S = 300.0
 """Maximum age of counts in seconds, unless three times `recording_s` is longer.
 

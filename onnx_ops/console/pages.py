@@ -443,7 +443,7 @@ def _plot_rollout(
 
 
 def _parse_skip(text: str) -> int:
-    """Return the number that a text of decimal digits contains, at most `_MAX_SKIP`; else 0."""
+    """Return the number in a text of decimal digits, at most `_MAX_SKIP`; else 0."""
     if not (text.isascii() and text.isdecimal()):
         return 0
     digits = text.lstrip("0") or "0"

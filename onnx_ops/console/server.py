@@ -33,9 +33,9 @@ The remaining connections of `MAX_FROM_SOURCE` are for loading pages, since all 
 one proxy.
 """
 _ALIVE_S = 15.0
-"""Time in seconds after which an idle stream sends a comment at the next read of the endpoints.
+"""Seconds after which an idle stream sends a comment at the next read.
 
-Without the comment, a proxy could close the stream.
+A read is one of the endpoints. Without the comment, a proxy could close the stream.
 """
 _STATIC = {
     "console.css": "text/css; charset=utf-8",

@@ -185,7 +185,7 @@ class GuardrailResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOutlier:
-    """A server whose share of bad requests to a deployment differs from that elsewhere.
+    """A server whose share of bad requests to a deployment differs from others.
 
     `place` names what makes a request bad, such as `errors`. `own` and `others` are the numbers of
     bad requests and of all requests, on this server and on the others. `evidence` is the log10 of

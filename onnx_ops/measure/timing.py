@@ -50,7 +50,10 @@ Rounds of fast models are shorter, and those of slow models are longer (see `BLO
 """
 
 LONGEST_ROUND_S = 2.4
-"""Time limit of the runs of a round in seconds; the blocks of slower models have fewer runs."""
+"""Time limit of the runs of a round in seconds.
+
+The blocks of slower models have fewer runs.
+"""
 
 WARMUP_S = 0.02
 """Time of the warm-up runs in seconds, which are not evaluated.

@@ -58,8 +58,8 @@ def make_mean_statistic(values: Array) -> MetricStatistic:
 def find_class_step(rows: int, holders: Array) -> float:
     """Estimate how much one more wrong row can decrease a mean over classes.
 
-    The result is 1 / (classes * rows of the rarest class), and at least 1 / `rows`. By chance,
-    a sample can lack as many rows of a rare class as of all classes together.
+    The result is 1 / (classes * rows of the rarest class), and at least 1 / `rows`. The rarest
+    class is used, since all wrong rows that a sample lacks by chance can belong to it.
 
     Args:
         rows: number of rows.

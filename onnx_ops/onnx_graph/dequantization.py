@@ -67,7 +67,10 @@ _ROUNDING = frozenset(
         "QuantizeLinear",
     }
 )
-"""Operators whose rounding cannot be removed in subgraphs, besides those named `QLinear…`."""
+"""Operators that are refused in subgraphs, besides those named `QLinear…`.
+
+Their rounding could not be removed there.
+"""
 
 
 def write_with_weights(source: Path, weights: Iterable[QuantizedWeight], path: Path) -> None:

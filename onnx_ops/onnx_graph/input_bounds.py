@@ -32,7 +32,7 @@ _SAME_VALUES = frozenset(
     }
     | {"ArrayFeatureExtractor", "Concat", "Gather", "StringNormalizer"}
 )
-"""Operators whose outputs hold values of their first input; for Concat, of all inputs.
+"""Operators whose outputs have values of their first input; for Concat, of all.
 
 `Cast` can change the type of the values, and `StringNormalizer` their case.
 """

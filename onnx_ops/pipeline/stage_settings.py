@@ -22,7 +22,10 @@ SYSTEM = StageKind.SYSTEM.value
 """Id of the stage that compares the export with the project's own code."""
 
 SYSTEM_EXAMPLE = "example.json"
-"""File of the stage `SYSTEM` with the values of a failed step at one input, if there is one."""
+"""File of the stage `SYSTEM` with the values of a failed step at one input.
+
+It contains an empty list if no step failed.
+"""
 
 REVISIONS: Mapping[StageKind, int] = {
     **dict.fromkeys(StageKind, 1),

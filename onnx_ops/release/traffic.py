@@ -23,7 +23,7 @@ from onnx_ops.release.status import build_timeline
 
 _POLL_S = 5.0
 _LATE_S = 180.0
-"""Time that a metrics service can take to report counts, in addition to the window."""
+"""Time that a metrics service can take to report counts, added to the window."""
 _KEYLESS = 0.98
 """Ratio of units to requests from which requests are assumed to have no key."""
 _MOST_USERS = 10_000_000

@@ -25,7 +25,7 @@ _ORIGIN = (
     "*Written by onnx-ops from the pipeline file (text `{}`). onnx-ops never overwrites a changed "
     "text.*"
 )
-"""End of a registered model's description that onnx-ops has written, with a digest of the text."""
+"""End of a registered model's description, with a digest of the text."""
 
 _VERSIONS = (
     "Each version is one variant of one release. Its description begins with the verdict on each "
@@ -177,7 +177,7 @@ def model_description(
 
 
 def is_unchanged(description: str) -> bool:
-    """Return whether a registered model's description is exactly what onnx-ops has written."""
+    """Return whether a registered model's description is what onnx-ops has written."""
     text, _, origin = description.rpartition("\n\n")
     return origin == _make_origin(text)
 

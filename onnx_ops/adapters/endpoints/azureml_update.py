@@ -1,4 +1,6 @@
-"""Changes of an endpoint in Azure that can continue after a kill between any two requests.
+"""Changes of an endpoint in Azure that can continue after a kill.
+
+The process can be killed between any two requests.
 
 Deployments are created first. Then tags and traffic change in one request, and deletions come last.
 Azure has no ETag for endpoints. Therefore each change of traffic follows a read that shows no later

@@ -77,8 +77,7 @@ def _write_whole_numbers() -> Iterator[None]:
 def _ignore_flattening(parts: Sequence[object]) -> Iterator[None]:
     """Switch off `flatten_transform` of voting classifiers.
 
-    For soft voting, skl2onnx refuses the default of this option, although the option affects only
-    `transform`.
+    skl2onnx refuses the default of this option, although the option affects only `transform`.
     """
     voting: list[Any] = [part for part in parts if getattr(part, "flatten_transform", False)]
     for part in voting:

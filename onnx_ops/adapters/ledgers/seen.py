@@ -50,7 +50,7 @@ def require_fixed(
 
 
 class SeenHeads:
-    """Store of the last verified entry of each ledger, with one file for each endpoint.
+    """Store of the last verified entry of each ledger, one file for each endpoint.
 
     Entries are recorded only with a folder. Users who can change the ledger's storage must not have
     write access to this folder. A damaged file, for example after a power failure, is ignored. With
