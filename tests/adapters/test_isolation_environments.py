@@ -231,8 +231,10 @@ SMALL = "long@5.3.2"
 
 
 @pytest.fixture
-def packages(tmp_path: Path) -> NpmPackages:
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> NpmPackages:
     require("npm")
+    # Without the registry, npm tries again for 70 s before it uses its cache.
+    monkeypatch.delenv("HTTPS_PROXY")
     return NpmPackages(folder=tmp_path / "environments")
 
 
