@@ -100,7 +100,7 @@ def request_json(
         # The messages of these errors can contain the address, which can be a secret. Their types
         # contain no address.
         raise ServiceUnavailableError(
-            "the server does not answer", where=host, why=type(error).__name__
+            "the request to the server failed", where=host, why=type(error).__name__
         ) from None
     finally:
         _is_sending.reset(token)
@@ -128,7 +128,7 @@ def _explain(status: int, text: str, host: str) -> OnnxOpsError:
     why = f"HTTP {status} {' '.join(text.split())}".strip()
     if status >= 500 or status in _TRY_LATER:
         return ServiceUnavailableError(
-            "the server does not accept the request now", where=host, why=why
+            "the server cannot serve the request now", where=host, why=why
         )
     if 300 <= status < 400:
         remedy = (

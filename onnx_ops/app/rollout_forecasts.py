@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from onnx_ops.domain.endpoint import EndpointConfig
 
 _NO_ANALYSIS = (
-    "the policy has no guardrails, slo, shadow or ab_test, so that each step waits for "
-    "`onnx-ops rollout advance`"
+    "the policy has no guardrails, slo, shadow or ab_test, so that each step before "
+    "100% waits for `onnx-ops rollout advance`"
 )
 _SCRAPE_S, _SERVICE_S = 30.0, 90.0
 """Delay in seconds of counts from Prometheus, and from a cloud's metrics service."""

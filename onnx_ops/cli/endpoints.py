@@ -422,7 +422,7 @@ def _print_served(status: EndpointStatus, actual: EndpointState, address: str) -
     found = (
         ("[red]out of service[/red]: {}", actual.out_of_service),
         ("[yellow]behind[/yellow]: {}", actual.stragglers),
-        ("[yellow]the cloud replaces the instances[/yellow]: {}", actual.replacements),
+        ("[yellow]the cloud is changing the instances[/yellow]: {}", actual.replacements),
         ("[yellow]differs from its options[/yellow]: {}", actual.drift),
         ("[yellow]replicas differ[/yellow]: {}", [outlier.summary for outlier in status.outliers]),
     )
@@ -604,7 +604,7 @@ def _orphan_report(survey: OrphanSurvey, hint: str = "") -> None:
     say(f"{_count(len(survey.orphans), 'orphan')} at providers.")
     for endpoint in survey.silent:
         print_text(
-            "[yellow]{}: its provider does not answer; there may be more.[/yellow]", endpoint
+            "[yellow]{}: its provider could not be queried; there may be more.[/yellow]", endpoint
         )
     if hint:
         say(hint)

@@ -501,7 +501,7 @@ class _Rollout:
             kind = WaitKind.PAUSED if is_rollout else WaitKind.IDLE
             return Wait(why="paused by an operator", kind=kind)
         if observed.replacements:
-            why = f"the cloud replaces the instances: {'; '.join(observed.replacements)}"
+            why = f"the cloud is changing the instances: {'; '.join(observed.replacements)}"
             return Wait(why=why, kind=WaitKind.REPLACING)
         return None
 

@@ -412,8 +412,8 @@ def test_azureml_apply_with_autoscaling_creates_and_removes_rules(world: World) 
     profile["capacity"]["maximum"] = "9"
     assert world.drift(scaled) == [
         (
-            f"autoscaling of {name}: 1 to 9 instances with other limits or rules, or disabled, "
-            "not 1 to 4 instances at 60% CPU"
+            f"autoscaling of {name}: 1 to 9 instances (limits, rules or profiles differ, or "
+            "autoscaling is disabled), not 1 to 4 instances at 60% CPU"
         )
     ]
     world.provider.apply(scaled, state, generation=2)

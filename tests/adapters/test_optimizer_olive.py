@@ -225,7 +225,7 @@ def test_olive_optimize_that_quantizes_excluded_node_names_remedy_for_type_of_pa
     workflows = ModuleType("olive.workflows")
     monkeypatch.setattr(workflows, "run", lambda _: done, raising=False)
     monkeypatch.setitem(sys.modules, "olive.workflows", workflows)
-    with pytest.raises(UserError, match="Olive quantized first") as refused:
+    with pytest.raises(UserError, match="excluding first had no effect") as refused:
         OliveOptimizer().optimize(request)
     assert remedy in refused.value.remedy
 

@@ -390,7 +390,7 @@ def choose_with_instances(
 def test_rollout_during_replacement_of_instances_waits_for_its_end_unless_paused() -> None:
     for command in (None, OperatorCommand.ADVANCE, OperatorCommand.RESUME):
         held = choose_with_instances(command, replacements=(REPLACED,), drift=("image: a, not b",))
-        why = f"the cloud replaces the instances: {REPLACED}"
+        why = f"the cloud is changing the instances: {REPLACED}"
         assert held == Wait(why=why, kind=WaitKind.REPLACING)
     paused = choose_with_instances(OperatorCommand.PAUSE, replacements=(REPLACED,))
     assert isinstance(paused, Wait)

@@ -429,7 +429,7 @@ def test_rollout_while_cloud_replaces_instances_waits_and_keeps_command() -> Non
     changed = replace(config_of("digits"), options={"instance_type": "large"})
     bind_endpoint(scene.context, changed, CANARY)
     provider.replacements = ("status Updating",)
-    why = "the cloud replaces the instances: status Updating"
+    why = "the cloud is changing the instances: status Updating"
     assert [(one.did, one.why) for one in scene.reconcile()] == [("", why)]
     assert must(read_rollout_view(scene.context, "digits")).next == why
     document = status_document(read_status(scene.context, "digits"))

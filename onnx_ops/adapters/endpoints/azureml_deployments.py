@@ -352,7 +352,7 @@ class Autoscaling:
             return None
         capacity = profiles[0].get("capacity", {})
         limits = f"{capacity.get('minimum')} to {capacity.get('maximum')} instances"
-        return f"{limits} with other limits or rules, or disabled"
+        return f"{limits} (limits, rules or profiles differ, or autoscaling is disabled)"
 
     def _setting(self, name: str) -> dict[str, Any]:
         client, options, target = self._client, self._options, self._client.deployment_path(name)

@@ -301,7 +301,7 @@ class LocalEndpoints(EndpointProvider):
             self._ensure_running(server, config)
             if not self._publish_rollback(server, state):
                 raise ServiceUnavailableError(
-                    "the endpoint server does not answer", where=config.endpoint
+                    "the endpoint server did not confirm the rollback", where=config.endpoint
                 )
 
     def address(self, config: EndpointConfig) -> str | None:

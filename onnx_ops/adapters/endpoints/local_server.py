@@ -207,7 +207,7 @@ class LocalServer:
                 return response.status, response.read()
         except (OSError, http.client.HTTPException) as error:
             raise ServiceUnavailableError(
-                "the endpoint server does not answer",
+                "the request to the endpoint server failed",
                 where=self.folder.name,
                 why=str(error) or type(error).__name__,
                 remedy=f"See the server's log: {self.log}",

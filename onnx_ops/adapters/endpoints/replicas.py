@@ -624,7 +624,7 @@ class ReplicaEndpoints(EndpointProvider):
                 continue
             what = "no table" if status.adopted is None else f"table {status.adopted}"
             why = status.refused or f"last report {one.age_s:.0f} s ago"
-            yield f"replica {status.replica} serves {what} instead of table {newest.number}: {why}"
+            yield f"replica {status.replica} reported {what}, not table {newest.number}: {why}"
 
     def _has_fallen_back(self, config: EndpointConfig, seen: StorePlace, one: SeenReplica) -> bool:
         """Return whether a silent replica cannot contradict the newest table.
@@ -868,7 +868,7 @@ class ReplicaEndpoints(EndpointProvider):
         """Wait until every registered replica has loaded a table.
 
         Raises:
-            InfrastructureError: a replica cannot load the table.
+            InfrastructureError: a replica cannot serve the table.
             ServiceUnavailableError: a replica fails to report in time that it has loaded the table,
                 or no replica is registered.
         """
@@ -886,7 +886,7 @@ class ReplicaEndpoints(EndpointProvider):
                         f"{name}: {text}" for name, text in status.failed.items()
                     )
                     raise InfrastructureError(
-                        f"replica {status.replica} cannot load the new version",
+                        f"replica {status.replica} cannot serve table {table.number}",
                         where=config.endpoint,
                         why=why,
                     )

@@ -422,7 +422,7 @@ def _with_replacement(
 ) -> EndpointState:
     """Return the state of an endpoint that SageMaker is changing.
 
-    With `traffic: table`, the update only replaces instances, so `replacements` contains it.
+    With `traffic: table`, the update changes only instances, so `replacements` contains it.
     """
     if not client.options.is_table:
         return state

@@ -220,7 +220,8 @@ class EndpointUpdate:
             return
         if not self._client.is_ours(description):
             raise RefusedError(
-                "onnx-ops did not create the existing endpoint with this name",
+                "an endpoint with this name exists, but its tag does not show that onnx-ops "
+                "created it",
                 where=self._client.endpoint,
                 remedy="Choose another name in the pipeline file, "
                 "or delete the existing endpoint in SageMaker.",

@@ -188,7 +188,7 @@ def find_section_problems(
             if not symbol.isidentifier():
                 text, remedy = (
                     f"{symbol!r} is not a valid name of a dimension",
-                    "Use letters, digits and underscores, as in `batch`.",
+                    "Use letters, digits and underscores, and begin with a letter, as in `batch`.",
                 )
                 yield (
                     ("dynamic", name, axis),

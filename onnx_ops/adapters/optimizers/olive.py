@@ -179,15 +179,16 @@ class OliveOptimizer(Optimizer):
         check_interface(request.source, request.path, "Olive", f"variant {section.name}")
         if quantized := find_quantized_nodes(section.exclude, derived, _GEMM_SUFFIX):
             raise UserError(
-                f"Olive quantized {', '.join(quantized)}, which `exclude` names",
+                f"excluding {', '.join(quantized)} had no effect",
                 where=f"variant {section.name}",
+                why="these nodes are quantized or missing in the result",
                 remedy=_explain_exclusion(types),
             )
         return (f"Olive {version('olive-ai')}: {', '.join(types)}",)
 
 
 def _explain_exclusion(types: Collection[str]) -> str:
-    """Return the remedy for excluded nodes that passes of these types have quantized."""
+    """Return the remedy for excluded nodes that are quantized or missing in the result."""
     if set(_EXCLUDING).isdisjoint(types):
         return (
             f"Passes of type {', '.join(types)} do not receive `exclude`: set their own option for "
