@@ -92,7 +92,8 @@ def ask(
             "result",
             where=stage.id,
             remedy="Set the same `store` in onnx-ops.toml on both machines, "
-            "such as s3://bucket/onnx-ops.",
+            "such as s3://bucket/onnx-ops. For a measurement, also check that the worker's "
+            "machine meets `requires` of the target.",
         )
     if took is not None:
         took(ended.seconds)

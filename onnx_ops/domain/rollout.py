@@ -279,7 +279,7 @@ def choose_next_action(
     A policy without analysis waits for an operator at each step. Otherwise `analysis` determines
     the steps. A command to advance then skips the requirements that are still missing. A candidate
     that a guardrail rejects is rolled back regardless of commands. No candidate advances while the
-    provider replaces instances.
+    provider changes instances.
 
     Args:
         desired: the verified deployment that the registry requests; None if it requests none.

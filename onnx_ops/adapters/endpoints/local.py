@@ -282,7 +282,7 @@ class LocalEndpoints(EndpointProvider):
         are replaced when the new workers are ready; others are killed first.
 
         Raises:
-            ServiceUnavailableError: the server fails to start, or does not answer.
+            ServiceUnavailableError: the server fails to start, or does not confirm the rollback.
             MissingPackageError: a package of the server is not installed.
             ConflictError: another process is changing the endpoint.
             OnnxOpsError: the error of the server, if it refuses the state.

@@ -194,7 +194,7 @@ class LocalServer:
         """Return status and body of the answer to an admin request.
 
         Raises:
-            ServiceUnavailableError: the server does not answer.
+            ServiceUnavailableError: the request fails.
         """
         try:
             token = (self.folder / TOKEN_FILE).read_text(encoding="utf-8").strip()

@@ -182,7 +182,7 @@ class IsolatedProcess:
         """Stop the process, and raise the error for its missing answer.
 
         If `late_after` is set, the process exceeded this time limit in seconds. Otherwise, it ended
-        or closed the pipe of its answers.
+        or closed its answer pipe.
         """
         if late_after is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -200,7 +200,7 @@ class IsolatedProcess:
                 remedy=self._late_remedy,
             )
         more = "Increase `env.memory`" if self._is_limited else "Use a machine with more memory"
-        how = "closed the pipe of its answers" if code is None else f"ended with {describe_exit(code)}"
+        how = "closed its answer pipe" if code is None else f"ended with {describe_exit(code)}"
         raise StageError(
             f"the process {how} before it could {do}",
             where=self._where,

@@ -117,7 +117,7 @@ class MlflowRegistry:
             database = self._mlflow.sqlite_path()
             if database is None:
                 raise UserError(
-                    "a database needs an artifact root",
+                    "this database needs an artifact root",
                     where=self._mlflow.shown,
                     why="a database stores no files",
                     remedy="Set the argument artifact_root (setting `artifacts`) to a folder or "

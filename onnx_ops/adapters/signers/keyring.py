@@ -98,7 +98,7 @@ class Keyring:
         path = path or self._signing
         if path.exists():
             raise UserError(
-                "a key already exists at this path",
+                "a file already exists at this path",
                 where=str(path),
                 remedy="Choose another path, or replace the signing key with "
                 "`onnx-ops keys rotate`.",

@@ -399,7 +399,7 @@ def _read_version(place: str) -> str:
             [place, "--version"], capture_output=True, text=True, timeout=60, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
-        return "does not answer"
+        return "does not report its version"
     words = [word.removeprefix("v") for word in done.stdout.split()]
     return next((word for word in words if word[:1].isdecimal()), "unknown")
 
