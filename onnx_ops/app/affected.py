@@ -77,12 +77,11 @@ def changed_since(root: Path, base: str) -> frozenset[str]:
     returned, except those that git ignores.
 
     Raises:
-        UserError: the project is outside a git repository, git is missing, or `base` does not
-            exist.
+        UserError: git is missing, or cannot open a repository. Or `base` does not exist.
     """
     if not ask_git(root, "rev-parse", "--git-dir", may_fail=True):
         raise UserError(
-            "the folder is outside a git repository, or git is not installed",
+            "git is not installed, or cannot open a repository in this folder",
             where=str(root),
             remedy="Install git, and run the command in a checkout of the project.",
         )

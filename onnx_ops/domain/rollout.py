@@ -276,7 +276,7 @@ def choose_next_action(
 ) -> Action | Wait:
     """Return the next action, or the reason to wait.
 
-    A policy without analysis waits for an operator at each step. Otherwise `analysis` determines
+    Without analysis, each step before 100 % waits for an operator. Otherwise `analysis` determines
     the steps. A command to advance then skips the requirements that are still missing. A candidate
     that a guardrail rejects is rolled back regardless of commands. No candidate advances while the
     provider changes instances.

@@ -96,7 +96,7 @@ CALLS = (
     Call("run tidied.yaml", 4, "quantize/tidy needs onnxslim", extras="passes"),
     Call("run trained.yaml", 4, "export needs skl2onnx", extras="mlflow,sklearn"),
     Call("run released.yaml trained.yaml --quiet", 4, "2 pipelines: 0 done"),
-    Call("affected", 2, "outside a git repository"),
+    Call("affected", 2, "cannot open a repository"),
     Call("explain m/1", 4, "onnx-ops explain, registry: package mlflow", extras="mlflow"),
     Call("report m/1", 4, "onnx-ops report, registry: package mlflow", extras="mlflow"),
     Call("export-dvc m/1", 4, "onnx-ops export-dvc, registry: package mlflow", extras="mlflow"),

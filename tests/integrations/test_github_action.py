@@ -350,7 +350,7 @@ def test_read_event_without_previous_commit_returns_empty_base(
 def test_changed_since_without_repository_or_commit_raises_user_error(
     tmp_path: Path, runner: Runner
 ) -> None:
-    with pytest.raises(UserError, match="is outside a git repository"):
+    with pytest.raises(UserError, match="cannot open a repository"):
         changed_since(tmp_path, "main")
     with pytest.raises(UserError, match="found no commit 'nope'"):
         changed_since(runner.root, "nope")
