@@ -201,7 +201,9 @@ def verify_authority(deployment: Deployment, verifier: Verifier) -> Record:
         raise RefusedError(
             "the signed decision or override is not about this version",
             where=where,
-            why=f"it is about {about.model}, {about.variant}, {short_digest(about.manifest)}",
+            why=f"it is about {about.model}, {about.variant}, "
+            f"release {short_digest(about.release)}, files {short_digest(about.manifest)}"
+            + (f", version {about.version}" if isinstance(about, OverrideRecord) else ""),
             remedy=_UNSIGNED,
         )
     decision = about if isinstance(about, DecisionRecord) else None

@@ -226,7 +226,7 @@ def test_read_authority_target_returns_target_of_approval_or_empty_text() -> Non
             deployment(
                 evidence=None, version="3", authority=sign_record(override(), SIGNER).envelope
             ),
-            "is not about this version",
+            "is not about this version.*, release .*, version 2",
         ),
         (deployment(evidence=digest_bytes(b"other")), "are not those of the signed decision"),
         (deployment(batchable=True), "are not those of the signed decision"),

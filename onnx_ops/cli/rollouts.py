@@ -628,8 +628,8 @@ def _hand_over(
         work[log] = ("reconcile", "--retry", "15min", *pending_names)
     if moved and project.settings.notify:
         work[state / "notify.log"] = ("notify", *moved)
-    for log, arguments in work.items():
-        with log.open("ab") as sink:
+    for path, arguments in work.items():
+        with path.open("ab") as sink:
             subprocess.Popen(
                 [sys.executable, "-P", "-m", "onnx_ops", *arguments],
                 cwd=project.settings.root,

@@ -269,6 +269,20 @@ def test_read_of_damaged_ledger_raises_error_and_read_intact_returns_first_entri
     assert intact[:undamaged] == before[:undamaged]
 
 
+def test_read_of_edited_first_entry_suggests_backup_and_of_unknown_key_suggests_trust(
+    tmp_path: Path,
+) -> None:
+    storage = Storage(tmp_path)
+    other = ObjectLedger(LocalObjects(storage.root), make_ledger_keys(FakeSigner(b"other")))
+    with pytest.raises(CorruptStateError) as unknown:
+        other.read(ENDPOINT)
+    assert "If you trust the owner of the key" in unknown.value.remedy
+    storage.edit(1, lambda document: document["entry"].update(actor="eve"))
+    with pytest.raises(CorruptStateError) as edited:
+        storage.open().read(ENDPOINT)
+    assert edited.value.remedy.startswith("Restore the file from a backup")
+
+
 @pytest.mark.parametrize("damage", REWINDS, ids=lambda damage: damage.__name__)
 def test_state_of_rewound_ledger_raises_corrupt_state_error_until_seen_record_is_deleted(
     tmp_path: Path, damage: Callable[[Storage], None]

@@ -62,9 +62,12 @@ def test_hand_over_without_mlflow_names_extra_for_aliases_and_retry_of_pending_r
 ) -> None:
     hide(monkeypatch, "mlflow")
     monkeypatch.setattr("subprocess.Popen", lambda *_, **__: None)
+    (tmp_path / "onnx-ops.toml").write_text('notify = ["webhook"]\n', encoding="utf-8")
     project = open_project(tmp_path)
     project.settings.state.mkdir(parents=True, exist_ok=True)
+    assert project.settings.notify, "a second process sends notifications, with another log"
     documents = rollouts._hand_over(project, ("digits", "silent"), ("digits",))
+    assert f"(log: {project.settings.state / 'registry.log'})" in documents["silent"]
     assert "onnx-ops[mlflow]" in documents["digits"]
     assert documents["digits"].endswith("onnx-ops reconcile digits")
     assert documents["silent"].startswith("The rollback is retried in the background")

@@ -187,7 +187,8 @@ class LedgerKeys:
             if may_be_own:
                 return self.verify(stored, grant, {})
             what = f"the entry {grant}, and {error.what}"
-            remedy = _REMEDY if admitted else _UNKNOWN_KEY
+            is_known = admitted or self.public().keys() & {one.keyid for one in stored.signatures}
+            remedy = _REMEDY if is_known else _UNKNOWN_KEY
             raise CorruptStateError(what, where=where, why=error.why, remedy=remedy) from error
 
     def _choose_verifier(self, admitted: Mapping[Digest, str]) -> Verifier:
