@@ -49,7 +49,7 @@ def project_of(blocks: Sequence[str]) -> Iterator[Project]:
     Raises:
         UserError: a block is missing, belongs to another package, or contradicts another block. The
             same error is raised if the settings of the project are invalid.
-        ServiceUnavailableError: Prefect's server does not answer.
+        ServiceUnavailableError: a block cannot be read, such as while Prefect's server is down.
     """
     settings = CollectionSettings()
     named = tuple(blocks) or tuple(
@@ -81,7 +81,7 @@ def environment(blocks: Sequence[str], folder: Path) -> Mapping[str, str]:
 
     Raises:
         UserError: a block does not exist, belongs to another package, or contradicts another block.
-        ServiceUnavailableError: Prefect's server does not answer.
+        ServiceUnavailableError: a block cannot be read, such as while Prefect's server is down.
     """
     variables: dict[str, str] = {}
     source: dict[str, str] = {}

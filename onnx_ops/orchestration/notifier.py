@@ -68,7 +68,8 @@ class PrefectNotifier(Notifier):
 
         Raises:
             UserError: the block does not exist, or is of another kind.
-            ServiceUnavailableError: Prefect's server does not answer.
+            ServiceUnavailableError: the block cannot be read, such as while Prefect's server is
+                down.
         """
         self._block()
         return f"through Prefect's block {self._block_name}"

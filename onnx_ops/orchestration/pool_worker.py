@@ -60,7 +60,12 @@ from onnx_ops.orchestration.pool_records import (
     list_alive,
     read_announcements,
 )
-from onnx_ops.orchestration.prefect_client import is_unavailable, retry_soon, server_time
+from onnx_ops.orchestration.prefect_client import (
+    describe_unavailability,
+    is_unavailable,
+    retry_soon,
+    server_time,
+)
 from onnx_ops.orchestration.tasks import failed
 from onnx_ops.ports import Observer
 
@@ -317,7 +322,7 @@ class PoolWorker:
     def _outlasting(
         self, client: SyncPrefectClient, *, limit_s: float = math.inf
     ) -> Iterator[None]:
-        """Suppress the errors of a server that does not answer, for up to `limit_s`.
+        """Suppress the errors of an unavailable server, for up to `limit_s`.
 
         Meanwhile, running stages continue and scheduled stages wait. The exception is raised if the
         first failure of this outage is more than `limit_s` ago, in seconds.
@@ -329,14 +334,16 @@ class PoolWorker:
                 raise
             if self._away_since is None:
                 _LOG.warning(
-                    "%s does not answer (%s); trying again", client.api_url, type(error).__name__
+                    "%s is unavailable (%s); trying again",
+                    client.api_url,
+                    describe_unavailability(error),
                 )
                 self._away_since = time.monotonic()
             elif time.monotonic() - self._away_since > limit_s:
                 raise
         else:
             if self._away_since is not None:
-                _LOG.info("%s answers again", client.api_url)
+                _LOG.info("%s is available again", client.api_url)
             self._away_since = None
 
     def _is_any_waiting(self, client: SyncPrefectClient) -> bool:

@@ -33,7 +33,13 @@ from onnx_ops.orchestration.pool_records import (
     list_alive,
     read_announcements,
 )
-from onnx_ops.orchestration.prefect_client import PAGE_SIZE, is_unavailable, retry_soon, server_time
+from onnx_ops.orchestration.prefect_client import (
+    PAGE_SIZE,
+    describe_unavailability,
+    is_unavailable,
+    retry_soon,
+    server_time,
+)
 from onnx_ops.ports import Pools
 
 if TYPE_CHECKING:
@@ -108,7 +114,7 @@ class PrefectPools(Pools):
 
         Raises:
             UserError: no Prefect server is configured.
-            ServiceUnavailableError: the server does not answer.
+            ServiceUnavailableError: the server is unavailable.
         """
         with self._lock:
             if self._client is None:
@@ -552,7 +558,7 @@ def _open_client() -> Iterator[SyncPrefectClient]:
 
 @contextlib.contextmanager
 def _typed_errors() -> Iterator[None]:
-    """Raise ServiceUnavailableError if Prefect's client cannot reach the server."""
+    """Raise ServiceUnavailableError if Prefect's server is unavailable."""
     from prefect.settings import PREFECT_API_URL
 
     try:
@@ -561,7 +567,7 @@ def _typed_errors() -> Iterator[None]:
         if not is_unavailable(error) or isinstance(error, ServiceUnavailableError):
             raise
         raise ServiceUnavailableError(
-            "Prefect's server does not answer",
+            "Prefect's server is unreachable, or answered with a server error",
             where=str(PREFECT_API_URL.value()),
-            why=type(error).__name__,
+            why=describe_unavailability(error),
         ) from error

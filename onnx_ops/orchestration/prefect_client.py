@@ -34,6 +34,15 @@ def is_unavailable(error: Exception) -> bool:
     return isinstance(error, (httpx.TransportError, ServiceUnavailableError))
 
 
+def describe_unavailability(error: Exception) -> str:
+    """Return the status of a server error, or the type of another exception."""
+    import httpx
+
+    if isinstance(error, httpx.HTTPStatusError):
+        return f"status {error.response.status_code}"
+    return type(error).__name__
+
+
 def retry_soon(client: SyncPrefectClient) -> None:
     """Change the client, so that it retries refused requests within about a second.
 

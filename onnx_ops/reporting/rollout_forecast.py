@@ -111,7 +111,8 @@ def document_forecast(result: EndpointForecast) -> dict[str, Any]:
 def list_warnings(result: EndpointForecast) -> list[str]:
     """Return a warning for each step that exceeds `step_timeout` or `LONG_S`.
 
-    A step that cannot end exceeds every limit. An A/B test that can end gets no warning.
+    A step that does not end in most simulated rollouts exceeds every limit. An A/B test that ends
+    in at least half of them gets no warning.
     """
     forecast, policy = result.forecast, result.policy
     if forecast is None:
@@ -129,8 +130,8 @@ def warn_of_step(
 ) -> str:
     """Return why a step takes longer than `limit_s`, and what to change.
 
-    The text is empty if the step is within the limit, is an A/B test that can end, or lacks a
-    forecast.
+    The text is empty if the step is within the limit, or lacks a forecast. It is also empty for an
+    A/B test that ends in at least half of the simulated rollouts.
     """
     median_s = step.duration.median_s
     if not step.waits or (step.step.kind == "ab_test" and median_s is not None):
@@ -138,9 +139,13 @@ def warn_of_step(
     if median_s is not None and median_s <= limit_s:
         return ""
     low_s = step.duration.low_s
-    what = "this step cannot end" if median_s is None else "this step takes too long"
+    what = (
+        "this step does not end in most simulated rollouts"
+        if median_s is None
+        else "this step takes too long"
+    )
     if low_s is not None and low_s > limit_s:
-        what = f"this step cannot end before {format_time(low_s)}"
+        what = f"this step takes at least {format_time(low_s)} in 95 % of simulated rollouts"
     if limit_s >= policy.step_timeout and step.step.kind != "ab_test":
         what = f"{what}, and pauses after {format_time(policy.step_timeout)} (step_timeout)"
     return f"{what}: {'; or '.join(_list_remedies(step, policy, traffic, limit_s))}"

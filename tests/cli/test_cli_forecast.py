@@ -69,7 +69,7 @@ def test_forecast_with_json_returns_document(project: Path) -> None:
     first, second = json.loads(done.stdout)
     assert first["forecast"]["traffic"]["users"] == 5
     assert first["forecast"]["harms"][0]["harm"] == {"name": "errors", "value": 0.05}
-    assert "cannot end before" in first["warnings"][0]
+    assert "in 95 % of simulated rollouts" in first["warnings"][0]
     assert second["forecast"] is None
 
 
@@ -100,7 +100,10 @@ def test_check_warns_of_step_that_cannot_end_at_any_traffic(project: Path) -> No
     write_file(project, ", slo: {error_rate: 0.01%}")
     done = run(project, "check", "--static", "p.yaml")
     assert done.code == 0
-    assert "warning: digits: step 1, 10 %: this step cannot end" in done.stdout
+    assert (
+        "warning: digits: step 1, 10 %: this step does not end in most simulated rollouts"
+        in done.stdout
+    )
     assert "manual" not in done.stdout
 
 
