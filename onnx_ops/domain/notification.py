@@ -279,7 +279,7 @@ def _describe_effect(
         case ActionKind.RESTORE:
             kind, severity = NotificationKind.TROUBLE, Severity.WARNING
             headline, commands = (
-                "the endpoint differed from its expected state, and was restored",
+                "the endpoint did not report its expected state, and was restored",
                 {"See": f"onnx-ops history {name}"},
             )
         case _:

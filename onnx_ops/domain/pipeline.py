@@ -83,8 +83,9 @@ class FileData:
     file: Annotated[
         str,
         doc(
-            "Path of a .npz, .csv, .parquet or .jsonl file, relative to the project's root; or "
-            "hf://datasets/OWNER/NAME@COMMIT/PATH, or https://…#sha256=DIGEST."
+            "Path of a .npz, .npy, .csv, .parquet or .jsonl file, or of a folder, relative to "
+            "the project's root; or hf://datasets/OWNER/NAME@COMMIT/PATH, or "
+            "https://…#sha256=DIGEST."
         ),
     ]
     annotations: Annotated[

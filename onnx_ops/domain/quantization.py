@@ -225,7 +225,10 @@ def choose_static_recipe(
     elif signed:
         why = "the types that the kernels of every target accept"
     else:
-        why = "the types that x86 kernels accept; with int8 activations, operators stay in float"
+        why = (
+            "the types that x86 kernels accept; with int8 activations, operators stay in float or "
+            "run slowly"
+        )
     reduce_range, note = choose_reduce_range(
         options, machines, mixed=activations == "uint8" and weights == "int8"
     )

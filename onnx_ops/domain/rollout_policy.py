@@ -221,7 +221,11 @@ class RolloutPolicy:
         ),
     ] = DEFAULT_EPOCH_S
     min_step_duration: Annotated[
-        Seconds | None, doc("Shortest time at each step, regardless of the number of requests.")
+        Seconds | None,
+        doc(
+            "Shortest time at each step, except that of the cold start, regardless of the number "
+            "of requests."
+        ),
     ] = None
     step_timeout: Annotated[
         Seconds, doc("Time after which an inconclusive step pauses for an operator.")

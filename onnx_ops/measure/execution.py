@@ -94,7 +94,7 @@ def explain_saturation(runtime: Runtime, model: Path, target: Target, name: str)
         return ""
     more = f" and {len(weights) - 1} more" if len(weights) > 1 else ""
     return (
-        f"this CPU has no VNNI and saturates sums of {name}'s int8 products at 16 bits "
+        f"this CPU has no VNNI, so sums of {name}'s int8 products can saturate at 16 bits "
         f"({weights[0]}{more}): quantize with weights of 7 bits, `options: "
         "{reduce_range: true}`, or use a CPU with VNNI"
     )

@@ -203,8 +203,8 @@ def measure_weights(
     measurements, unpaired = measure_paired_weights(source, derived, runtime, samples)
     if unpaired:
         what = (
-            f"quantized weight {unpaired[0]} cannot be compared: the source lacks it, or stores it "
-            "in another layout"
+            f"quantized weight {unpaired[0]} cannot be compared: its original in the source is "
+            "missing, or its layout is unknown"
         )
         raise MeasurementError(what, where=derived.name)
     return measurements

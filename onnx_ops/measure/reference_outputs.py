@@ -261,7 +261,7 @@ def collect_reference_outputs(
     the pipeline declares for callers. `layout` describes the axes of the source's rows.
 
     Raises:
-        UserError: the source rejects the real samples, or answers them differently each time. The
+        UserError: the source rejects the real samples, or answers them differently in two runs. The
             same error is raised if samples are missing, or if texts are declared as values of a
             numeric input.
     """
@@ -334,7 +334,7 @@ def _check_repeatable(source: _Source, group: ReferenceGroup) -> None:
     """Raise UserError if the source answers the same rows differently."""
     if difference := source.changes(group):
         raise UserError(
-            "the source model answers the same rows differently each time",
+            "the source model answered the same rows differently in two runs",
             where="train",
             why=difference,
             remedy="Turn off dropout, sampling and noise in inference mode.",

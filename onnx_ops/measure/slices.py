@@ -112,7 +112,7 @@ def find_slice_problem(
         return UserError(
             f"{by!r} has {count:,} different values, and at most {MOST_VALUES} can be slices",
             where=where,
-            why="it seems to identify rows, or to be a measured number",
+            why="it seems to identify rows, to be a measured number, or to cross too many values",
             remedy="Group its values (ranges, regions) in a column of the data. In a pipeline, "
             "`use` can compute this column. If the column is an id, such as a customer's, remove "
             "it from `by`, and name it with `group:` of the data set.",

@@ -81,7 +81,7 @@ def call_training(reference: str, data: Mapping[str, Any], parameters: Mapping[s
     try:
         inspect.signature(function).bind(*data_sets, **parameters)
     except TypeError as error:
-        remedy = "Set its parameters in `train.with`."
+        remedy = "Set exactly its parameters in `train.with`."
         raise UserError(
             f"{reference} cannot be called: {error}", where="train.with", remedy=remedy
         ) from error

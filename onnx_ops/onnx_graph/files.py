@@ -458,7 +458,7 @@ def _read_entries(tensor: onnx.TensorProto) -> dict[str, str]:
     """
     keys = [entry.key for entry in tensor.external_data]
     if twice := [key for key in keys if keys.count(key) > 1]:
-        what = f"it declares the {twice[0]!r} of its external data twice"
+        what = f"it declares the {twice[0]!r} of its external data more than once"
         raise RefusedError(what, where=f"tensor {tensor.name}", remedy=_AGAIN)
     return {entry.key: entry.value for entry in tensor.external_data}
 

@@ -192,7 +192,7 @@ def find_adoption(
         readable = entries[-1].sequence if entries else 0
         remedy = f"Readable entries: 1 to {readable}." if readable else "No entry is readable."
         raise UserError(
-            f"entry {last} is missing or unreadable",
+            f"entry {last} is missing or unreadable, or follows an unreadable entry",
             where=f"ledger {endpoint}",
             why=damage,
             remedy=remedy,

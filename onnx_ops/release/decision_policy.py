@@ -84,8 +84,8 @@ def require_passing_decision(
             why=worst,
             remedy=f"See `onnx-ops explain {where} --target {target}`."
             if signed is own
-            else "A version with the same files was judged later. Judge this version again: "
-            "`onnx-ops run FILE --no-cache gate`.",
+            else "The decision of another version with the same files applies. "
+            "Judge this version again: `onnx-ops run FILE --no-cache gate`.",
         )
     return signed
 

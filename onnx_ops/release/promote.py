@@ -564,7 +564,7 @@ def _orphan_error(context: Context, orphans: Sequence[EndpointConfig]) -> Refuse
         why="; ".join(_describe_orphan(context, config) for config in orphans),
         remedy="Revert the change, or delete the endpoint first with "
         f"`onnx-ops delete {names[0]}`, or abandon it with `onnx-ops run FILE --abandon REASON`. "
-        "An abandoned endpoint runs and costs money until it is deleted at its provider.",
+        "An abandoned endpoint runs, and can cost money, until it is deleted at its provider.",
     )
 
 

@@ -240,7 +240,7 @@ def _find_unused_groups(
             why = (
                 f"rows with the same value err together (p = {chance:.2g})"
                 if chance <= ALARM
-                else "its name identifies groups, but they are not declared"
+                else "its name suggests groups, but they are not declared"
             )
             yield (
                 f"the data has {name!r}, {len(set(group.tolist()))} values in {rows} rows: {why}"

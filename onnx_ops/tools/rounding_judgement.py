@@ -290,7 +290,10 @@ def _describe_unpaired(names: Sequence[str]) -> str:
         f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     )
     count = "1 weight was" if len(names) == 1 else f"{len(names)} weights were"
-    return f"{count} not compared, since A lacks the original ({shown}): the task metric decides"
+    return (
+        f"{count} not compared, since A lacks the original, or its layout is unknown ({shown}): "
+        "the task metric decides"
+    )
 
 
 def _take_few(rows: Tensors, count: int) -> Tensors:

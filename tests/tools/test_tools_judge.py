@@ -191,7 +191,7 @@ def test_judge_names_saturation_only_for_failing_variant_of_8_bit_weights(source
         found = judged(source, derived, dataset, metric=strict, runtime=lambda _: WithoutVnni())
         result = results_of(found)["accuracy"]
         assert result.verdict is not Verdict.PASS
-        assert ("saturates sums of B's int8 products" in result.reason) is is_named
+        assert ("sums of B's int8 products can saturate" in result.reason) is is_named
         assert ("reduce_range: true" in result.reason) is is_named
     lenient = build_metric_gate(None, 0.9, lower_is_better=False)
     found = judged(source, derive(source, "dynamic", EIGHT_BITS), dataset, metric=lenient)
@@ -232,7 +232,7 @@ def test_judge_with_8_bit_baseline_reports_saturation_if_processor_saturates(sou
         Verdict.INCONCLUSIVE if detect_here().saturates else Verdict.FAIL,
     )
     assert (
-        "saturates sums of A's" in results_of(found)["outputs"].reason
+        "sums of A's int8 products can saturate" in results_of(found)["outputs"].reason
     ) is detect_here().saturates
 
 

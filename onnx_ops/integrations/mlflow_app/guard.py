@@ -247,8 +247,7 @@ class Guard:
         if name is not None:
             with _prefix_refusals(f"model {name} was not renamed"):
                 raise RefusedError(
-                    "every decision about its versions is signed for this name, "
-                    "and endpoints are bound to it",
+                    "signed decisions and endpoints refer to the model by this name",
                     remedy="Copy the pipeline file. In the copy, change `pipeline`, "
                     "`register.model` and the endpoint names in `deploy`, and run "
                     "`onnx-ops run FILE`. Delete the old endpoints with `onnx-ops delete ENDPOINT` "

@@ -109,7 +109,7 @@ def check_compatibility(model: Path, target: Target, where: str) -> None:
         remedy = (
             "Export with an opset and an IR version that all targets accept, or add custom_ops to "
             "the target. Otherwise quantize with a block size that the target runs, or leave out "
-            f"{target.name}."
+            f"target {target.name}."
         )
         raise UserError(reason, where=where, remedy=remedy)
 

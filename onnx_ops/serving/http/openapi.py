@@ -29,8 +29,8 @@ _ERRORS = {
     "422": "The inputs fit the signature, but the model rejects them. Invocations get status 500.",
     "429": "The queue of the server is full.",
     "500": "The model failed on these inputs, or the server has an internal error.",
-    "503": "No deployment is available, the server lacks a lease that it needs, or it has too many "
-    "connections or bytes of request bodies.",
+    "503": "The deployment is not available, the server lacks a lease that it needs, or it has "
+    "too many connections or bytes of request bodies.",
     "504": "The request was queued past its deadline, or its run took too long.",
 }
 _INFERENCE_ERRORS = ("400", "404", "413", "415", "422", "429", "500", "503", "504")

@@ -224,7 +224,7 @@ def _fill_cache(providers: Sequence[Provider], cache: Path | None) -> list[dict[
 
 def _build_provider_error(provider: str, why: str) -> InfrastructureError:
     return InfrastructureError(
-        f"the model was measured on {provider}, which is not available here",
+        f"the target of the model uses {provider}, which is not available here",
         why=why,
         remedy="Serve the model on a machine with that execution provider, or deploy a version "
         "that was measured on another target.",

@@ -537,7 +537,8 @@ class Supervisor:
         # they have answered according to the same table.
         if orphans := self._list_orphans():
             _log.warning(
-                "taking over from workers %s, whose supervisor died", ", ".join(map(str, orphans))
+                "taking over from workers %s, whose supervisor has ended",
+                ", ".join(map(str, orphans)),
             )
         for number, limit_s in (
             (signal.SIGTERM, self._options.drain + _KILL_MARGIN_S),

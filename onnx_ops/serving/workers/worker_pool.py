@@ -240,7 +240,7 @@ class WorkerPool:
         loop = asyncio.get_running_loop()
         ours, theirs = socket.socketpair()
         must_not_load = self._load_failures[number] >= MAX_LOAD_FAILURES
-        refusal = "workers died repeatedly while loading the table" if must_not_load else ""
+        refusal = "workers ended repeatedly while they loaded the table" if must_not_load else ""
         pid = fork_child(
             partial(self._run, number, theirs, refusal), keep=(theirs.fileno(), *self._keep)
         )

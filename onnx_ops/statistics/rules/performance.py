@@ -72,7 +72,7 @@ def _judge_ratio(
         elif len(measured.log_ratios) >= LOOKS[-1]:
             reason += f"; all {LOOKS[-1]} pairs are measured: measure on a quieter machine"
         else:
-            reason += f"; {needed} pairs would decide, and the time for them ran out"
+            reason += f"; about {needed} pairs would decide, and the time for them ran out"
         if comparison.low > 0 and math.isfinite(comparison.high):
             low = comparison.low / comparison.rest - 1
             high = math.ceil(1000 * (comparison.high * comparison.rest - 1) + 1e-9) / 1000

@@ -142,7 +142,7 @@ def test_server_with_table_that_kills_workers_accepts_next_publication(
     server.start()
     answer = server.infer([1, 2])
     assert answer.status == 503
-    assert "died repeatedly" in answer.json()["error"]
+    assert "ended repeatedly" in answer.json()["error"]
     assert server.call("GET", "/v2/health/ready").status == 503
     assert set(server.admin("GET").json()["failed"]) == {"poison"}
     assert server.publish(state_of(blue, blue=100), 2).status == 200
