@@ -367,8 +367,10 @@ def _describe_accuracy(chosen: _Candidate) -> str:
     gain = -100 * chosen.estimate
     if gain == 0:
         return f"with the best {metric}, equal to that of {EXPORT}"
-    than = "better" if gain > 0 else "worse"
-    return f"with the best {metric}, {abs(gain):.2g}% {than} than {EXPORT}"
+    if gain < 0:
+        # The variant is tied with a more accurate one, or the export does not pass.
+        return f"with {metric} {-gain:.2g}% worse than {EXPORT}"
+    return f"with the best {metric}, {gain:.2g}% better than {EXPORT}"
 
 
 def _describe_cost(chosen: _Candidate, policy: TargetObjective, *, loaded: bool) -> str:
