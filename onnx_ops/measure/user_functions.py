@@ -185,7 +185,11 @@ def _failed(what: str, error: Exception) -> OnnxOpsError:
     kind = StageError if isinstance(error, OSError) else UserError
     why = describe_error(error)
     return kind(
-        what, where=place, why=why, remedy="Fix the code at that line, or its data, and run again."
+        what,
+        where=place,
+        why=why,
+        remedy="Correct the code at that line, its data, or the cause that the reason names. "
+        "Then run again.",
     )
 
 

@@ -230,7 +230,9 @@ class WorkerHealth:
 
     def _describe_deaths(self, slot: int) -> str:
         share = float(self._deaths.get(slot, Fraction()))
-        return f"workers crashed or hung while they ran it: {share:.4g} of these are attributed to it"
+        return (
+            f"workers crashed or hung while they ran it: {share:.4g} of these are attributed to it"
+        )
 
     def _count_requests(self, slot: int) -> int:
         return sum(count_judged(self._shared.sum_slot(slot)).values())
