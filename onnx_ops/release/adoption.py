@@ -100,8 +100,8 @@ def withdraw_key(
 ) -> tuple[dict[str, int], dict[str, Exception]]:
     """Withdraw a key, so that no endpoint's ledger accepts new signatures by this key.
 
-    Only ledgers that accept the key, or that `keep` names, are changed. Call this function before
-    the key is removed from the trusted keys.
+    Only ledgers that accept the key, that list no keys, or that `keep` names, are changed. Call
+    this function before the key is removed from the trusted keys.
 
     Args:
         keep: the last entry of a ledger that stays in effect, by endpoint; by default, all existing

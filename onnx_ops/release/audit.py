@@ -168,6 +168,7 @@ def list_dependents(context: Context, key: Digest) -> tuple[Dependent, ...]:
     addition, an alias of this target (champion, challenger or previous) must point to the version.
 
     Raises:
+        CorruptStateError: the ledger of an endpoint is damaged.
         ServiceUnavailableError, MissingPackageError: the registry does not answer, or its client
             package is missing.
     """
@@ -197,6 +198,9 @@ def list_deployed_dependents(context: Context, key: Digest) -> tuple[Dependent, 
 
     These are the stable, previous and candidate versions. The ledger contains the signature with
     which a version was deployed. A restarted server loads the version only if it trusts that key.
+
+    Raises:
+        CorruptStateError: the ledger of an endpoint is damaged.
     """
     dependents = []
     for name in list_bound_endpoints(context):

@@ -1,7 +1,7 @@
 """Send the pending notifications of the ledger.
 
-Pending notifications include those that another process failed to send. Each notification is sent
-at least once, because it is recorded as sent only afterwards.
+Pending notifications include those that another process failed to send. Each of them is sent at
+least once, because it is recorded as sent only afterwards.
 """
 
 from __future__ import annotations

@@ -88,7 +88,8 @@ def promote_release(
 
     If the version was promoted before and another version serves now, the other version is newer,
     or an operator chose it. An unchanged run must not revert this, so the promotion is
-    skipped. Otherwise, `promote` is called.
+    skipped. Otherwise, `promote` is called. It is also called if the version is the challenger of
+    the target, or if an endpoint rejects the version. `promote` refuses a rejected version.
 
     Args:
         release: the release of the version. In a new registry, another release can have the same

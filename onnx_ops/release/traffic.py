@@ -169,10 +169,10 @@ def _estimate_users(reading: MetricsReading, stable: str) -> int:
     """Estimate the number of equally active users from the counts of blocks of users.
 
     A user belongs to one of the blocks. Let w be the users' shares of all requests. The squared
-    coefficient of variation of the blocks' counts is the number of blocks times the sum of w^2,
-    plus that of Poisson counts. If the first term is within two standard errors of Poisson counts,
-    as many users as requests are assumed. The result is 0 if the source does not count blocks, or
-    if at least half of the requests lack a key.
+    coefficient of variation of the blocks' counts is about the number of blocks times the sum of
+    w^2, plus that of Poisson counts. If the first term is within two standard errors of Poisson
+    counts, as many users as requests are assumed. The result is 0 if the source does not count
+    blocks, or if at least half of the requests lack a key.
     """
     latest = max((one.generation for one in reading.counts), default=0)
     blocks: UserBlocks | None = (

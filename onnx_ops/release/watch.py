@@ -53,8 +53,9 @@ class WatchEvent:
     """One event of a watch.
 
     `at` is ISO 8601 in UTC. `endpoint` is empty if the event is not about an endpoint. `did` is the
-    change that was made, or the notifier of a notification; it is empty for other events. `why` is
-    the reason, or a detail of the event, such as the models of `woken`.
+    change that was made, such as the repair of a webhook, or the notifier of a notification. It is
+    empty for other events. `why` is the reason, or a detail of the event, such as the models of
+    `woken`.
     """
 
     at: str

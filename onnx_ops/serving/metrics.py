@@ -253,7 +253,7 @@ def count_unjudged(row: Sequence[int]) -> Mapping[int | str, int]:
     """Return requests of a slot that are not evidence about its version, by status.
 
     Clients have selected the version for these requests, the server had no lease, or every version
-    refuses them.
+    refuses them. Refusals are also counted if their cause stays unknown.
     """
     return {status: row[UNJUDGED + column] for status, column in _STATUS_COLUMNS}
 

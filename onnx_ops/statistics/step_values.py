@@ -1,7 +1,7 @@
 """Compare the values that two systems give at one step, within tolerances.
 
 The default tolerances lie between the differences of correct implementations and those of faults in
-`benchmarks.system_truth`; docs/system-parity.md has the numbers.
+`benchmarks.system_truth`; docs/parity-error-rates.md has the numbers.
 """
 
 from __future__ import annotations

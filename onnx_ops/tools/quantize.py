@@ -1,8 +1,8 @@
 """Quantize one ONNX file, by a recipe or by search.
 
 Functions raise UserError for an invalid file, an unusable output path, or a recipe that does not
-fit. A search raises it for a budget that no variant meets. They raise StageError if a library
-fails.
+fit. A search also raises UserError if no model fills the role within the budget. Functions raise
+StageError if a library fails.
 """
 
 from __future__ import annotations
@@ -305,12 +305,12 @@ def search_variant(
 
     The trials are recorded in `PATH.search.json`. The same search resumes after an interruption.
     `section.variants` contains the requested role. The metric is measured on the rows of
-    `tuning_data`. `data` contains a digest of the rows for each use. If no model meets the budget,
-    the measured model with the smallest loss is written as `STEM.closest.onnx` beside `path`. Such
-    a file of an earlier search is removed.
+    `tuning_data`. `data` contains a digest of the rows for each use. If no model fills the role
+    within the budget, the measured model with the smallest loss is written beside `path`, as
+    `STEM.closest` and the suffix of `path`. Such a file of an earlier search is removed.
 
     Raises:
-        UserError: the paths cannot be used (see `check_paths`), or no model meets the budget.
+        UserError: the paths cannot be used (see `check_paths`), or no model fills the role.
         StageError: a library wrote a different file for the same recipe.
     """
     check_paths(source, path)

@@ -259,7 +259,7 @@ class PackedModelCache:
     The key of an entry consists of the model's manifest, its execution settings and libraries, the
     processor's features, and the runtime's version. An entry is used only while its files have the
     digests that were recorded when it was made. It is made only if its model returns the same bits
-    as the original.
+    as the original on sample inputs.
 
     Only the server's user may write in the folder of the cache. A model has no entry if it is
     smaller than `min_bytes`, or runs on another provider than the CPU.

@@ -60,7 +60,10 @@ At least `_MAX_INTERVALS` are searched, if the step does not pause before.
 INTERVAL_S = 60.0
 """Time between two recorded readings of a metrics source, in seconds."""
 WARM_UP_REQUESTS = 64
-"""Number of first requests to a candidate whose latencies servers discard."""
+"""Number of first requests to a candidate whose latencies servers discard.
+
+A server with more than four workers discards more. The forecast does not consider this.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
