@@ -102,7 +102,7 @@ def judge(
     Raises:
         UserError: a file or an option is wrong.
         MissingPackageError: a package that the judgement needs is not installed.
-        ServiceUnavailableError: the server of a model does not answer.
+        ServiceUnavailableError: a model cannot be read from its server now.
     """
     from onnx_ops.cli.judge import judge as command
     from onnx_ops.scratch import Scratch

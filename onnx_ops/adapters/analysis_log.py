@@ -1,10 +1,10 @@
 """Logs of analyzed rollouts, as objects in a folder or an object store.
 
 Each entry is one object, which is created only if its name is free. Several instances of the
-analysis server can append at the same time. Only one of them succeeds; the others read its entry
-and repeat their operation. An instance that is killed leaves either a whole entry or none. A
-checkpoint contains the state after all entries up to a number, so a reader reads only the later
-entries.
+analysis server can append to a rollout at the same time. Only one of them succeeds; the others read
+its entry and repeat their operation. An instance that is killed leaves either a whole entry or
+none. A checkpoint contains the state after all entries up to a number, so a reader reads only the
+later entries.
 
 A rollout is deleted in three steps, each of which can be repeated by any instance:
 

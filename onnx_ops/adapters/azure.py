@@ -260,8 +260,8 @@ def request_resource(
     """Send a request to Azure Resource Manager; return None for an empty answer.
 
     Raises:
-        ServiceUnavailableError: the service does not answer or requests a later retry, or a proxy
-            or login page answers in another format than JSON.
+        ServiceUnavailableError: Azure or its token service does not answer or reports a temporary
+            error, or a proxy or login page answers in another format than JSON.
         RefusedError: there are no credentials, or the answer is a redirect or has another error
             status.
         UserError: the address of Azure Resource Manager does not use https.

@@ -58,7 +58,7 @@ class UserSuppliedModels:
             NotFoundError: the model, or a file with its external data, does not exist.
             UserError: the address or the URI of a version is not valid, or its scheme is unknown.
             RefusedError: MLflow does not permit the request.
-            ServiceUnavailableError: the server of the model does not answer.
+            ServiceUnavailableError: the model cannot be read from its server now.
             MissingPackageError: fsspec requires another package for this kind of URL.
         """
         if place.startswith(REGISTERED):

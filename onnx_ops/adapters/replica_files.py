@@ -30,7 +30,7 @@ def upload_model(objects: ObjectStore, folder: Path) -> Digest:
     The manifest is written last, so a stored manifest shows that the files are complete.
 
     Raises:
-        ServiceUnavailableError: the store does not answer.
+        ServiceUnavailableError, StorageError: the store cannot be used.
     """
     manifest = digest_folder(folder)
     place = _get_place(manifest.digest())
@@ -50,7 +50,7 @@ def download_model(objects: ObjectStore, digest: Digest, folder: Path) -> Manife
         NotFoundError: the store has no such version, or lacks one of its files.
         CorruptStateError: the manifest is not the one with this digest, or names files outside the
             folder.
-        ServiceUnavailableError: the store does not answer.
+        ServiceUnavailableError, StorageError: the store cannot be used.
     """
     place = _get_place(digest)
     where = f"{objects.place}/{place}"

@@ -84,7 +84,7 @@ class ContentStore:
 
         Raises:
             CorruptStateError: the content is missing or does not match the digest.
-            ServiceUnavailableError: a remote store does not answer.
+            ServiceUnavailableError: a remote store cannot be used.
         """
         if not is_digest(digest):
             raise CorruptStateError(f"not a digest: {digest[:80]!r}", where="store")
@@ -184,7 +184,7 @@ class ContentStore:
 
         The same small documents are stored for every variant and target. The time of the content is
         renewed, so that the content is not deleted before its record is written. A remote store is
-        not queried, since a query would cost as much as a write.
+        not queried; the content is written again.
         """
         path = self._cache / _blob(digest)
         if not isinstance(self._objects, LocalObjects) or not self._intact(path, digest):

@@ -219,7 +219,7 @@ class StageHandler:
         """Return whether a benchmark must be repeated with the present champion.
 
         Only a release that the run promotes needs this. The result is False if the ledger or the
-        registry does not answer.
+        registry cannot be read.
         """
         settings: Mapping[str, Any] = stage.settings
         if not stage.hints.get("promotes") or not settings["model"]:
@@ -264,7 +264,7 @@ def was_compared(context: Context, model: str, evidence: Evidence) -> bool:
     the serving version if onnx-ops registered it.
 
     Raises:
-        InfrastructureError: the ledger or the registry does not answer.
+        InfrastructureError: the ledger or the registry cannot be read.
     """
     compared = None if evidence.champion is None else evidence.champion.manifest
     if states := list_sibling_states(context, model, evidence.target):
@@ -286,7 +286,7 @@ def _is_current(context: Context, registration: Registration) -> bool:
 
     The result is False for another registry. It is also False if a later registration replaced the
     evidence, for example after a gate was changed and changed back. It is also False if the
-    registry does not answer: the stage then runs, raises the error, and is retried as configured.
+    registry cannot be read: the stage then runs, raises the error, and is retried as configured.
     """
     try:
         listed = {entry.version: entry for entry in context.registry().versions(registration.model)}

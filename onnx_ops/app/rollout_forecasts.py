@@ -50,7 +50,7 @@ def forecast_named(project: Project, name: str, request: ForecastRequest) -> lis
             endpoint must be measured.
         UserError: the pipeline file has problems or deploys to no endpoint, or a number of the
             request is invalid. Or the measured endpoint lacks a version or requests.
-        ServiceUnavailableError: the metrics source does not answer, or its counts restarted.
+        ServiceUnavailableError: the metrics source cannot be read, or its counts restarted.
     """
     file = Path(name)
     if file.suffix in (".yaml", ".yml") or file.is_file():

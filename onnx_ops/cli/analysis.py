@@ -86,7 +86,7 @@ def analysis_serve(
 
 @add_command(analysis, "status")
 def analysis_status(file: Configuration, as_json: AsJson = False) -> None:
-    """Show the recorded verdict of every rollout, without new counts.
+    """Show the recorded verdicts of rollouts, without new counts.
 
     Example: onnx-ops analysis status analysis.yaml
     """

@@ -194,8 +194,8 @@ def _targets(project: Project) -> Iterator[Diagnosis]:
 def _pools(project: Project) -> Iterator[Diagnosis]:
     """Yield a finding for each work pool of the project or of the Prefect server.
 
-    Nothing is yielded if Prefect or the configuration of its server is missing. If the server does
-    not answer, one finding reports this.
+    Nothing is yielded if Prefect or the configuration of its server is missing. If the server
+    cannot be queried, one finding reports this.
     """
     if plugins.absent(plugins.EXTRAS["prefect"]):
         return

@@ -306,7 +306,7 @@ class DvcSource(DataSource):
             NotFoundError: DVC does not track the file at this commit, or is unused in the
                 repository.
             RefusedError: the pointer lacks an MD5, or there are several pointers.
-            DigestMismatchError: the pointer is not valid.
+            DigestMismatchError: the pointer is not valid, or DVC cannot read the repository.
             InfrastructureError: DVC fails.
         """
         key = json.dumps([str(folder.resolve()), commit, path, options.remote])

@@ -203,7 +203,7 @@ def read_arrays(
 
     Raises:
         UserError: the file has another format or an unsupported column, is damaged, contains no
-            rows, or is a pointer of Git LFS.
+            rows, no array or an empty array, or is a pointer of Git LFS.
         MissingPackageError: the file is a table, and pyarrow is not installed.
     """
     named = Path(name or path)

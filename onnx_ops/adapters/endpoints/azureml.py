@@ -139,7 +139,7 @@ class AzureDeploymentEndpoints(CloudEndpoints):
             return None
 
     def require_changeable(self, config: EndpointConfig) -> None:
-        """Raise an error unless Azure answers and this project is the owner."""
+        """Raise an error if the read fails, or if another project is the owner."""
         self._connect(config).read()
 
     def preview(

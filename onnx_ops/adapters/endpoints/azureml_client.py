@@ -4,9 +4,9 @@ Plain requests read endpoints and deployments. They also change traffic, tags, i
 autoscaling. The SDK creates and deletes endpoints and deployments, and manages models and
 environments. Its import takes about 7 s of CPU time, so it is loaded only for these operations.
 
-`read` and `retry` repeat requests that were not answered. `write` and `put_endpoint` send a change
-once. The SDK's own retries would repeat a change even after another client has sent a newer one.
-The callers of both methods repeat a change only if a read shows that it is still needed.
+`read` and `retry` repeat requests that Azure cannot serve now. `write` and `put_endpoint` send a
+change once. The SDK's own retries would repeat a change even after another client has sent a newer
+one. The callers of both methods repeat a change only if a read shows that it is still needed.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class GoneError(InfrastructureError):
 
 
 class UnansweredWriteError(ServiceUnavailableError):
-    """Azure did not answer a write, which can still be in progress."""
+    """A write whose result is unknown; it can still be in progress."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,13 +255,15 @@ class AzureClient:
     def write(self, where: str, begin: Callable[[], Any], *, instances: int = 1) -> None:
         """Start an operation, and wait for its end, at most `policy.operation_s` seconds.
 
-        An unanswered poll also ends the wait. Callers then read the result of the operation.
+        A poll that Azure cannot serve also ends the wait. Callers then read the result of the
+        operation.
 
         Raises:
             BusyError: another operation is running, or there are too many requests. Nothing was
                 changed.
             GoneError: a resource that the operation needs does not exist. Nothing was changed.
-            UnansweredWriteError: Azure does not answer. The operation can still be in progress.
+            UnansweredWriteError: Azure does not answer, or reports a temporary error. The operation
+                can still be in progress.
             RefusedError: Azure does not accept the credentials or permit the operation.
             InfrastructureError: the operation failed.
         """
@@ -289,7 +291,7 @@ class AzureClient:
             return None
 
     def retry(self, where: str, request: Callable[[], T]) -> T:
-        """Repeat an idempotent request until Azure answers, or `policy.answer_s` is over."""
+        """Repeat an idempotent request until Azure serves it, or `policy.answer_s` is over."""
 
         def send() -> tuple[T]:
             with translate_errors(where):
@@ -305,8 +307,9 @@ class AzureClient:
     ) -> T:
         """Repeat a step until it returns a result, or `policy.operation_s` is over.
 
-        The step is repeated while Azure is busy, and after an unanswered write. With `retry_reads`,
-        the step is also repeated if Azure did not answer a read within `policy.answer_s` seconds.
+        The step is repeated while Azure is busy, and after an `UnansweredWriteError`. With
+        `retry_reads`, the step is also repeated if Azure could not serve a read within
+        `policy.answer_s` seconds.
         """
         retried = (BusyError, ServiceUnavailableError if retry_reads else UnansweredWriteError)
         tries = self.policy.attempts(self.policy.operation_s)
@@ -370,7 +373,7 @@ def format_log_command(
 
 
 def _make_write_error(error: ServiceUnavailableError, is_throttled: bool) -> OnnxOpsError:
-    """Return the error of a write: Azure refused it for now, or did not answer it."""
+    """Return the error of a write: Azure refused it for now, or its result is unknown."""
     kind = BusyError if is_throttled else UnansweredWriteError
     return kind(error.what, where=error.where, why=error.why, remedy=error.remedy)
 

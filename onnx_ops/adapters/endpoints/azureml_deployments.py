@@ -1,8 +1,8 @@
 """The deployments of one endpoint in Azure, and their instance counts.
 
-The name of a deployment contains a digest of its immutable options, so other options create another
-deployment. Only its instance count and its tags change. A scaled deployment has an autoscale
-setting of Azure Monitor, and a tag with the limits.
+The name of a deployment contains a digest of its immutable options, so a change of these options
+creates another deployment. Only its instance count and its tags change. A scaled deployment has an
+autoscale setting of Azure Monitor, and a tag with the limits.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class AzureEndpoint:
 
         Raises:
             RefusedError: this project does not own the endpoint.
-            ServiceUnavailableError: Azure does not answer.
+            ServiceUnavailableError: Azure cannot serve the request.
         """
         endpoint = self._read_current()
         if endpoint is not None:

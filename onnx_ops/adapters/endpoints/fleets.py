@@ -208,7 +208,7 @@ class FleetEndpoints(ReplicaEndpoints):
         yield from fleet.drift
 
     def _change_fleet(self, config: EndpointConfig, generation: int) -> None:
-        """Bring the fleet to its options; the cloud changes instances without an outage.
+        """Create the fleet, or change it to its options.
 
         Raises:
             InfrastructureError: an alarm reverted the change. No release is rejected, since the

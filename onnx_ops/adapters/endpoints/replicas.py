@@ -348,9 +348,9 @@ class ReplicaEndpoints(EndpointProvider):
     def confirm_rollout(self, config: EndpointConfig) -> None:
         """Record that the rollout was analyzed once more.
 
-        If `judge_timeout` is above 0 s and this record is older, replicas give the candidate no
-        traffic. If the store was silent for more than `LEASE_S`, they give it no traffic until the
-        record changes.
+        With a `judge_timeout` above 0 s, replicas give the candidate no traffic while this record
+        is older than it. If the store did not answer for more than `LEASE_S`, they give it no
+        traffic until the record changes.
         """
         seen = self._look(config, with_replicas=False)
         if seen.newest is not None:
@@ -693,7 +693,7 @@ class ReplicaEndpoints(EndpointProvider):
             CorruptStateError: the object of the table was deleted, or is not a table of the
                 endpoint.
             InvalidSignatureError: no trusted key has signed the table.
-            ServiceUnavailableError: the store does not answer.
+            ServiceUnavailableError, StorageError: the store cannot be used.
         """
         control = self._control(config)
         key = (control.place, number)

@@ -3,8 +3,8 @@
 With `traffic: table`, the endpoint has one variant, whose instances follow a table. With `traffic:
 native` and strategy `ab`, each deployment has a variant, and a rollback to one of the variants
 changes only weights. With strategy `guarded`, the endpoint has one variant. SageMaker replaces the
-instances of this variant while CloudWatch alarms guard the update. A rollback is then an update to
-the config of the previous version, without alarms.
+instances of this variant. It reverts the update if an alarm of the option `alarms` is raised. A
+rollback is then an update to the config of the previous version, without alarms.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class SageMakerVariants(CloudEndpoints):
         )
 
     def require_changeable(self, config: EndpointConfig) -> None:
-        """Raise an error if SageMaker does not answer, or denies access."""
+        """Raise an error if SageMaker cannot serve the request, or denies access."""
         self._connect(config).describe()
 
     def preview(
@@ -311,8 +311,8 @@ class SageMakerVariants(CloudEndpoints):
     def address(self, config: EndpointConfig) -> str | None:
         """Return the address; requests need a signature (SigV4, service `sagemaker`).
 
-        The result is None if an endpoint of onnx-ops is missing or being deleted, or if AWS does
-        not answer.
+        The result is None if an endpoint of onnx-ops is missing or being deleted, or if a request
+        to AWS fails with an InfrastructureError.
         """
         client = self._connect(config)
         try:

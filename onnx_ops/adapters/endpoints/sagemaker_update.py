@@ -166,7 +166,7 @@ class EndpointUpdate:
 
         Raises:
             RefusedError: AWS denied access.
-            ServiceUnavailableError: AWS does not answer.
+            ServiceUnavailableError: AWS cannot serve the request.
         """
         try:
             return self._set_weights(weights)

@@ -37,7 +37,7 @@ def import_keras(backend: str) -> Any:
     Keras chooses its backend when it is first imported.
 
     Raises:
-        UserError: Keras already uses another backend.
+        UserError: Keras uses another backend.
     """
     os.environ.setdefault("KERAS_BACKEND", backend)
     keras = importlib.import_module("keras")

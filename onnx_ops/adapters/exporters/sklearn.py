@@ -181,9 +181,9 @@ class SklearnExporter(TreeExporter):
     def reference(self, model: object, inputs: Tensors, precision: Precision) -> Tensors | None:
         """Return the answers of the estimator.
 
-        For float32, the weights of the estimator are rounded to float32, so the noise of the source
-        includes this rounding. For float32, the result is None if the estimator supports only
-        float64.
+        For float32, the weights of the estimator are rounded to float32. The difference from the
+        answers in float64 then includes this rounding. For float32, the result is None if the
+        estimator supports only float64.
 
         Raises:
             ValueError: the estimator refuses the inputs.

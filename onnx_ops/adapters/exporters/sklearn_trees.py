@@ -26,8 +26,8 @@ def read_source_trees(model: object) -> tuple[Tree, ...] | None:
 
     The estimator is the model itself or the last step of a pipeline. A forest averages its trees,
     so each leaf of n trees is multiplied by 1/n. GradientBoosting adds its trees, each
-    multiplied by the learning rate. With k > 2 classes, tree i belongs to class i modulo k. For two
-    classes, a tree has only the weights of the second class.
+    multiplied by the learning rate. With k > 2 classes, its tree i belongs to class i modulo k. For
+    two classes, a tree has only the weights of the second class.
     """
     last, grown = get_last_step(model), _estimators(model)
     if not grown:

@@ -247,7 +247,7 @@ def _choose_rows(
 ) -> tuple[Any, list[str]]:
     """Return the rows for the trace, and the names of the module's outputs.
 
-    The trace uses two rows, because a trace with few rows is fast.
+    The trace uses the first two rows, because a trace with few rows is fast.
 
     Raises:
         UserError: the module refuses two rows, or accepts only all rows together.

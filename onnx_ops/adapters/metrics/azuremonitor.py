@@ -71,8 +71,9 @@ class AzureMonitorMetrics(MetricsSource):
     ) -> MetricsReading:
         """Return the counts of the day (UTC) of the reading for each deployment.
 
-        The percentiles are medians of one-minute percentiles over the last ten minutes, or since
-        00:00 UTC if that is later. Only a deployment with latencies has percentiles.
+        The percentiles are medians of one-minute percentiles over the ten minutes before the time
+        of the reading, or since 00:00 UTC if that is later. Only a deployment with latencies has
+        percentiles.
         """
         until = (self._clock.now() - _SETTLED) // _MINUTE * _MINUTE
         day = until // _DAY * _DAY
@@ -119,8 +120,8 @@ class AzureMonitorMetrics(MetricsSource):
         Minutes without data are left out.
 
         Raises:
-            ServiceUnavailableError: Azure Monitor does not answer, refuses the query, or answers in
-                another format.
+            ServiceUnavailableError: the query of Azure Monitor fails or is refused, or the answer
+                has another format.
             UserError: the options lack a workspace, or the endpoint's name is not valid.
         """
         if until <= first:

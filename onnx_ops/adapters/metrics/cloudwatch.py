@@ -72,7 +72,7 @@ class CloudWatchMetrics(MetricsSource):
         self._connected: dict[AwsAccess, Clients] = {}
 
     def find_missing_requirement(self, config: EndpointConfig) -> OnnxOpsError | None:
-        """Return an error if region or credentials are missing; send no request to AWS."""
+        """Return an error if profile, region or credentials are missing; send no request to AWS."""
         return find_missing_credentials(
             read_access(config.options, self._options), where=config.endpoint
         )
@@ -90,11 +90,12 @@ class CloudWatchMetrics(MetricsSource):
         has no counts.
 
         Raises:
-            ServiceUnavailableError: the endpoint has another status than `InService`, or AWS does
-                not answer or complete a query.
+            ServiceUnavailableError: the endpoint has another status than `InService`, or AWS
+                cannot serve a request, does not complete a query, or does not accept the
+                credentials.
             RefusedError: AWS denies access.
             InfrastructureError: AWS refuses a request, for example for a missing endpoint.
-            UserError: profile, region or credentials are missing or wrong.
+            UserError: profile or region is missing or wrong, or credentials are missing.
             MissingPackageError: boto3 is not installed.
         """
         access = read_access(config.options, self._options, where=config.endpoint)

@@ -25,8 +25,8 @@ def query_prometheus(
         timeout_s: time limit in seconds; None for that of `request_json`.
 
     Raises:
-        ServiceUnavailableError: the server does not answer, refuses the query, or returns a partial
-            or unexpected response.
+        ServiceUnavailableError: the request fails, the server refuses the query, or the response is
+            partial or unexpected.
         UserError: a token is set, and must not be sent to this address.
     """
     token = os.environ.get(VARIABLE, "").strip()

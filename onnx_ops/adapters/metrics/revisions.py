@@ -111,7 +111,7 @@ class RevisionCounters:
         """Return the counts of both revisions at the last scrape.
 
         Raises:
-            ServiceUnavailableError: Prometheus does not answer in time, or the series are missing,
+            ServiceUnavailableError: the query of Prometheus fails, or the series are missing,
                 stored twice or contradictory.
             UserError: a token is set, and must not be sent to the address of Prometheus.
         """

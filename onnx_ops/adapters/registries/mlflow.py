@@ -142,7 +142,7 @@ class MlflowRegistry:
                 signed decision is too long, or the experiment was deleted in MLflow.
             RefusedError: a model's weights are not all among the files.
             DigestMismatchError: the files do not match the manifest.
-            ServiceUnavailableError: MLflow or its artifact storage does not answer.
+            ServiceUnavailableError: MLflow or its artifact storage cannot serve the request.
         """
         model, about = _valid_name(publication.model), publication.about
         for record in publication.variants:
@@ -227,7 +227,7 @@ class MlflowRegistry:
 
         Raises:
             RefusedError: an alias points to the version.
-            ServiceUnavailableError: MLflow does not answer.
+            ServiceUnavailableError: MLflow cannot serve the request.
         """
         if pointing := sorted(
             alias for alias, number in self.aliases(model).items() if number == version
@@ -281,7 +281,7 @@ class MlflowRegistry:
 
         Raises:
             NotFoundError: the version does not exist.
-            ServiceUnavailableError: MLflow does not answer.
+            ServiceUnavailableError: MLflow cannot serve the request.
         """
         self._version(model, version)
         with self._mlflow.session(f"alias {alias} of {model}") as client:
@@ -299,7 +299,7 @@ class MlflowRegistry:
 
         Raises:
             NotFoundError: the version does not exist.
-            ServiceUnavailableError: MLflow does not answer.
+            ServiceUnavailableError: MLflow cannot serve the request.
         """
         entry = self._version(model, version)
         with self._mlflow.session(f"{model} version {version}") as client:
@@ -316,7 +316,7 @@ class MlflowRegistry:
             NotFoundError: the version is missing, or onnx-ops did not register its files.
             DigestMismatchError: the MLmodel or the list of files was changed, or a file is missing.
             RefusedError: onnx-ops does not download from the artifact location of the version.
-            ServiceUnavailableError: MLflow or its artifact storage does not answer.
+            ServiceUnavailableError: MLflow or its artifact storage cannot serve the request.
         """
         where = f"{record.model} version {record.version}"
         source = _MODEL_SOURCE.fullmatch(str(self._version(record.model, record.version).source))
@@ -340,7 +340,7 @@ class MlflowRegistry:
         Raises:
             NotFoundError: the version, its run or the document does not exist.
             RefusedError: onnx-ops does not download from the artifact location of the run.
-            ServiceUnavailableError: MLflow or its artifact storage does not answer.
+            ServiceUnavailableError: MLflow or its artifact storage cannot serve the request.
         """
         where = f"{record.model} version {record.version}"
         run_id = self._version(record.model, record.version).run_id

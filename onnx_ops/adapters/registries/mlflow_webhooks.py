@@ -161,7 +161,7 @@ class MlflowWebhooks:
 
         Raises:
             NotFoundError: no webhook is installed.
-            ServiceUnavailableError: MLflow does not answer.
+            ServiceUnavailableError: MLflow cannot serve the request.
         """
         with self._session() as client:
             webhooks = self._webhooks(client)
