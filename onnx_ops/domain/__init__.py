@@ -1,4 +1,4 @@
 """Domain types: frozen values with no behaviour beyond their own rules.
 
-Of other packages, the modules import only `annotated_types` when they are loaded.
+Of third-party packages, the modules import only `annotated_types` when they are loaded.
 """

@@ -49,8 +49,8 @@ def canonical_json(value: object) -> bytes:
     """Encode a value as JSON bytes with sorted keys and without white space.
 
     Raises:
-        ValueError: the value holds NaN, an infinity, or a string that UTF-8 cannot encode.
-        TypeError: the value holds an object that JSON cannot represent.
+        ValueError: the value contains NaN, an infinity, or a string that UTF-8 cannot encode.
+        TypeError: the value contains an object that JSON cannot represent.
     """
     text = json.dumps(
         value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False

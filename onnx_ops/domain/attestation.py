@@ -52,7 +52,7 @@ class Attested(Generic[R_co]):
 
 
 OVERRIDE_TAG_PREFIX = "override."
-"""Prefix of the tag `override.<target>`, which holds the reason of an override."""
+"""Prefix of the tag `override.<target>`, which contains the reason of an override."""
 
 MAX_REASON_LENGTH = 1000
 """Largest number of characters of a reason.

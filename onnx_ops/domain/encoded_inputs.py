@@ -1,7 +1,7 @@
 """Inputs of a model that take one encoded file per row, such as an image.
 
-Such an input is a uint8 tensor of shape (rows, bytes). Each row holds one file, padded with zeros
-at its end. The decoder is a node of the model.
+Such an input is a uint8 tensor of shape (rows, bytes). Each row is one file, padded with zeros at
+its end. The decoder is a node of the model.
 """
 
 from __future__ import annotations

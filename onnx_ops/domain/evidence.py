@@ -19,12 +19,12 @@ NanPolicy = Literal["refused", "answered", "passed on", ""]
 """Treatment of NaN by the source model.
 
 The model refuses inputs with NaN, answers with numbers, or passes NaN on to its answer. The value
-is empty where no input can hold NaN.
+is empty where no input can be NaN.
 """
 
 
 NAN_PROPERTY = "onnx-ops.nan"
-"""Property of an ONNX file that holds the `NanPolicy` of its source."""
+"""Property of an ONNX file that contains the `NanPolicy` of its source."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ class Int8Coverage:
 
     They are determined after the runtime's graph optimization.
 
-    `int8` holds the names of operators in the export, and `floats` describes the operators that run
+    `int8` has the names of operators in the export, and `floats` describes the operators that run
     in float. `unheeded` are operators that were excluded from quantization, but that the runtime
     runs in int8.
     """
@@ -268,8 +268,8 @@ class PairedCounts:
 
     Where the data names groups, `groups` counts them. `change_effect` and `value_effect` are the
     design effects of the change and of the candidate's own value. A design effect is the number of
-    rows that carry as much information as one independent row. `equal`: whether all outputs of both
-    models are equal on every row, so that the change is exactly 0.
+    rows that contain as much information as one independent row. `equal`: whether all outputs of
+    both models are equal on every row, so that the change is exactly 0.
     """
 
     metric: str
@@ -321,7 +321,7 @@ class ScoreComparison:
 
     `groups` is the number of groups if the data names groups; 0 otherwise. `effective` is the
     effective number of rows (or groups) that contribute to the candidate's error: (sum of errors)^2
-    / sum of squared errors. `heavy` holds the indices of the worst rows, which together contribute
+    / sum of squared errors. `heavy` has the indices of the worst rows, which together contribute
     half of the candidate's error. The worst row is first, and at most ten are kept.
 
     If few rows (or groups) cause most of the losses, `carrying` counts those with the largest
@@ -369,10 +369,10 @@ class LatencyComparison:
 
     Both models are measured in the same run, on one machine.
 
-    `log_ratios[i]` holds log(median B / median A) of the block pairs of session pair i.
-    `self_log_ratios` holds the same for A against itself, the measure of the host's noise.
-    `baseline` is the digest of A's file. `runs` counts the timed runs, and `preempted` those that
-    were preempted. Each run is the mean of `calls` inferences; `calls` exceeds 1 where the target's
+    `log_ratios[i]` is log(median B / median A) of the block pairs of session pair i.
+    `self_log_ratios` is the same for A against itself, the measure of the host's noise. `baseline`
+    is the digest of A's file. `runs` counts the timed runs, and `preempted` those that were
+    preempted. Each run is the mean of `calls` inferences; `calls` exceeds 1 where the target's
     clock is too coarse for a single inference.
     """
 
@@ -390,8 +390,8 @@ class LatencySamples:
     """Durations of single runs of the variant, in nanoseconds.
 
     The raw values are stored beside the evidence. `preempted` counts the preempted runs. Quantiles
-    are computed from the other runs, or from all runs if all were preempted. `sorted_ns` holds
-    these runs in ascending order, so that a gate can count exceedances of any limit.
+    are computed from the other runs, or from all runs if all were preempted. `sorted_ns` has these
+    runs in ascending order, so that a gate can count exceedances of any limit.
     """
 
     batch: int
@@ -411,9 +411,9 @@ class PairedRatios:
     """A metric other than latency, of the variant (B) relative to another model (A).
 
     The two are measured alternately. `figure` is a `throughput_metric_name`, `load` or `first`
-    (durations of a fresh process), or `peak` (its memory). `log_ratios[i]` holds log(B / A) of pair
-    i: of sessions under load, of processes otherwise. `self_log_ratios` holds the same for A
-    against itself, the measure of the host's noise. `baseline` is the digest of A's file.
+    (durations of a fresh process), or `peak` (its memory). `log_ratios[i]` is log(B / A) of pair i:
+    of sessions under load, of processes otherwise. `self_log_ratios` is the same for A against
+    itself, the measure of the host's noise. `baseline` is the digest of A's file.
     """
 
     figure: str
@@ -427,7 +427,7 @@ class PairedRatios:
 class ThroughputMeasurement:
     """Requests per second of fresh sessions of the variant.
 
-    `concurrency` threads call each session concurrently. `per_second` holds one value per session,
+    `concurrency` threads call each session concurrently. `per_second` has one value per session,
     the median of its windows. `requests` counts the requests of all windows.
     """
 

@@ -169,8 +169,8 @@ class MeasurementRequest:
 
     `throughput` are the concurrencies to measure. `starts` requests starts of fresh processes.
     `tolerances` are the regressions that the measurement must be able to detect, by kind of gate.
-    They determine how long the measurement takes. Their entry `speedup` holds the required
-    speed-ups over the export, expressed as slow-downs. A speed-up of 10% is 1 / 1.1 - 1.
+    They determine how long the measurement takes. Their entry `speedup` has the required speed-ups
+    over the export, expressed as slow-downs. A speed-up of 10% is 1 / 1.1 - 1.
     """
 
     throughput: Sequence[int] = ()
@@ -209,7 +209,7 @@ class Gate(TaggedFamily):
         return MeasurementRequest()
 
     def find_problems(self) -> Iterator[tuple[str, str]]:
-        """Yield problems of keys that are valid individually but not together.
+        """Yield problems that the types of the keys do not exclude.
 
         Each problem is the key concerned (empty for the gate as a whole) and a message.
         """
@@ -500,7 +500,7 @@ _ERROR = 0.05
 @gate_kind
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlicesGate(TaskMetricGate):
-    """A task metric in each slice of the scored rows, under one family error.
+    """A task metric in each slice of scored rows, with one family-wise error rate.
 
     The section `slices` names the slices.
     """
@@ -513,10 +513,10 @@ class SlicesGate(TaskMetricGate):
     ] = None
 
     def count_needed_rows(self) -> int:
-        """Return the fewest rows of a slice with which every limit can be kept.
+        """Return the fewest rows with which a slice can meet every limit.
 
-        With this number of rows, a slice keeps `min` if the candidate is right on all rows. The
-        slice keeps `max_drop` if the candidate is right on all rows on which the baseline is right.
+        With this number of rows, a slice meets `min` if the candidate is right on all rows. The
+        slice meets `max_drop` if the candidate is right on all rows on which the baseline is right.
         The number is computed for shares of right rows; for other metrics, it is
         `FEWEST_SLICE_ROWS`.
         """

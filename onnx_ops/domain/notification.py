@@ -81,8 +81,8 @@ class Notification:
     notification's ledger entry, or 0 if it is in no ledger. `at` is the time of that entry in
     seconds since the epoch, and `actor` is the writer of the entry. `version` is the version that
     the notification is about. `serving` is the version that has all traffic afterwards, or the
-    stable version of a rollout. Either text is empty or `?` if there is no version. `link` is empty
-    if the registry has no page.
+    stable version of a rollout. Both are empty or `?` if there is no version. `link` is empty if
+    the registry has no page.
     """
 
     endpoint: str

@@ -76,8 +76,8 @@ class PlacedAttempts(Attempts):
 class FileData:
     """Arrays from a file or a folder, or columns of a table.
 
-    The file is `.npz` or `.npy`. The folder holds images, or test data of an ONNX model. A table is
-    CSV (also tab-separated or gzip), Parquet or JSON Lines.
+    The file is `.npz` or `.npy`. The folder contains images, or test data of an ONNX model. A table
+    is CSV (also tab-separated or gzip), Parquet or JSON Lines.
     """
 
     file: Annotated[

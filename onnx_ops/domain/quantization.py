@@ -167,8 +167,8 @@ class FrontierSlot:
 class SearchRecord:
     """All trials and results of a search.
 
-    `pareto_front` holds indices of trials. `stopped` is the reason why the search ended.
-    `timed_out` is whether it ended because the remaining time was too short for the next step.
+    `pareto_front` has indices of trials. `stopped` is the reason why the search ended. `timed_out`
+    is whether it ended because the remaining time was too short for the next step.
     """
 
     schema: int = 1

@@ -112,7 +112,7 @@ class Provenance:
 class BaseRelease:
     """The record of the branch that a release is compared with.
 
-    The record holds the choices and the evidence of one of the branch's commits. If there is no
+    The record has the choices and the evidence of one of the branch's commits. If there is no
     record, `why` gives the reason in one line.
     """
 
@@ -127,11 +127,11 @@ class BaseRelease:
 class VariantRecord:
     """One variant to publish in the registry.
 
-    `files` are the model's files by their relative path in the version's folder, and `manifest`
-    holds their digests. `evidence` are further documents by artifact path. `metrics` are plain
-    numbers for the registry's tables. `decisions` and `signed` are by target: the unsigned
-    decisions are shown to users, and only the signed ones permit a promotion. `measured_on` names
-    the data set of the lineage on which the variant was measured. `example` is a request, JSON
+    `files` are the model's files by their relative path in the version's folder, and `manifest` has
+    their digests. `evidence` are further documents by artifact path. `metrics` are plain numbers
+    for the registry's tables. `decisions` and `signed` are by target: the unsigned decisions are
+    shown to users, and only the signed ones permit a promotion. `measured_on` names the data set of
+    the lineage on which the variant was measured. `example` is a request, JSON
     `{"inputs": {name: rows}}`.
     """
 
@@ -217,7 +217,7 @@ class Choice:
 class Registration:
     """The result of the register stage.
 
-    The result holds the version of each variant, and the choice of each target.
+    The result has the version of each variant, and the choice of each target.
 
     `run` is the stage's key; `report` the address of the release's report, if the registry has
     pages. `evidence` maps a variant to the digest of the documents that were published with its

@@ -131,7 +131,7 @@ class GuardrailResult:
         limit: log10 of the evidence that is a violation.
         low: lower bound of the odds ratio at any time; None where not computed.
         high: upper bound of the odds ratio at any time; None where not computed.
-        design_effect: where units are not counted, how many requests carry the information of one
+        design_effect: where units are not counted, how many requests contain the information of one
             independent request.
         holds: whether a violation pauses the rollout; otherwise a violation aborts it.
         compared: number of observations on which the evidence of the present step is based.

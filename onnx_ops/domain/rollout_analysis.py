@@ -2,7 +2,7 @@
 
 An *analysis* is a named policy: what is compared, and what is tolerated. A *rollout* compares a
 canary with a stable revision. Its state is the fold of recorded entries. An entry with counts also
-holds the resulting verdict, so that a recorded verdict does not depend on the code that reads it. A
+has the resulting verdict, so that a recorded verdict does not depend on the code that reads it. A
 failed verdict is final: later entries of the same attempt do not change it.
 """
 

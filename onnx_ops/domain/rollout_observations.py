@@ -436,11 +436,11 @@ class Observations:
     """All counts of the rollout in progress.
 
     `started_at` is when its present step took effect. `thresholds` apply to the stable version,
-    `slower` to the candidate. `cold_s` holds the seconds of the last loads of candidate and stable
-    version. `reading` is the last reading, without the counts and epochs that other fields hold.
+    `slower` to the candidate. `cold_s` has the seconds of the last loads of candidate and stable
+    version. `reading` is the last reading, without the counts and epochs that are in other fields.
 
-    For servers of onnx-ops, `counts` holds the latest counts of each origin and generation.
-    `generations` holds the splits of this rollout with their units. The generation shows to which
+    For servers of onnx-ops, `counts` has the latest counts of each origin and generation.
+    `generations` has the splits of this rollout with their units. The generation shows to which
     step counts belong; clocks are never compared. A restart or another server adds counts with
     another origin, without a gap in the counts.
 

@@ -1,4 +1,4 @@
-"""The axis of each input of a model that holds rows.
+"""The axis of the rows of each input of a model.
 
 The axis is derived from the names of the input's dimensions.
 """
@@ -37,7 +37,7 @@ def is_named(size: int | str) -> bool:
 
 
 def find_batch_symbol(shapes: Mapping[str, Shape]) -> str:
-    """Return the name of the dimension that holds rows; empty if no name states it.
+    """Return the name of the dimension of rows; empty if no name states it.
 
     A name qualifies if it is that of a batch (`N`, `batch_size`). It also qualifies if all inputs
     with a free dimension share it, and it is the first dimension of at least one of them. A free
@@ -79,7 +79,7 @@ def find_axis(shape: Shape, symbol: str) -> int | None:
 
 
 def find_row_axes(shapes: Mapping[str, Shape], *, pooled: bool = True) -> dict[str, int]:
-    """Return the axis that holds rows for each input that has one.
+    """Return the axis of the rows of each input that has one.
 
     If no name qualifies (`find_batch_symbol`), rows are on the first dimensions of the inputs with
     free dimensions, if all of these are free. Otherwise, rows are on the axes that have the first
@@ -203,7 +203,7 @@ def move_axis_first(shape: Shape, axis: int) -> tuple[int | str, ...]:
 
 
 def count_common_rows(shapes: Mapping[str, Sequence[int]], known: int = 0) -> int:
-    """Return the number of rows of arrays that hold rows on any axis.
+    """Return the number of rows of arrays that have rows on any axis.
 
     The number is a size that all arrays have on some axis. Among such sizes, the size that most
     arrays have on the first axis is chosen. The result is 0 if the arrays have no size in common.

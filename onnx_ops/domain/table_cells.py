@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 _SAMPLE = 200
-"""Number of leading cells that decide whether a column holds numbers or texts."""
+"""Number of leading cells that decide whether a column has numbers or texts."""
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
@@ -44,9 +44,9 @@ def _are_mostly_numbers(texts: Sequence[str]) -> bool:
 
 
 def find_values_in_header(names: Sequence[str]) -> list[str]:
-    """Return the column names that are numbers, if the first line seems to hold data.
+    """Return the column names that are numbers, if the first line seems to be data.
 
-    The first line seems to hold data if more than a third of the names, and at least two, are
+    The first line seems to be data if more than a third of the names, and at least two, are
     numbers. Evenly spaced whole numbers, such as positions and years, are taken for names.
     """
     numbers = [name for name in names if _NUMBER.fullmatch(name.strip())]

@@ -61,9 +61,9 @@ AnswerKind: TypeAlias = Literal[
 - `relevance`: the scores of items, and the grade of each item. If each row is a query, the shape is
   (rows, items). Otherwise, each row is an item, and the groups of the data set are the queries.
 - `detections`: boxes of each image with scores and classes, (rows, detections, 6): x1, y1, x2, y2,
-  score, class. The label holds objects, (rows, objects, 5 or 6): x1, y1, x2, y2, class[, crowd].
+  score, class. The label has objects, (rows, objects, 5 or 6): x1, y1, x2, y2, class[, crowd].
   Empty places have the class -1.
-- `keypoints`: detections with keypoints, (rows, detections, 6 + 3 * keypoints). The label holds
+- `keypoints`: detections with keypoints, (rows, detections, 6 + 3 * keypoints). The label has
   x1, y1, x2, y2, class, crowd, area and the keypoints of each object.
 - `masks`: the class of each pixel, (rows, height, width), as the label.
 """

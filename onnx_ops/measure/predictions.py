@@ -39,8 +39,8 @@ _TEXTS = "USO"
 class Prediction:
     """The values that a metric reads from the outputs for some rows.
 
-    With `columns` 0, `values` are comparable with the label. Otherwise, `values` hold the index of
-    the best column or the scores of all columns. With 1 column, they hold one score per row.
+    With `columns` 0, `values` are comparable with the label. Otherwise, `values` are the index of
+    the best column or the scores of all columns. With 1 column, they are one score per row.
     `broken` is the number of rows with NaN in scores, or with NaN or infinity in detections. For
     other values it is 0. With `ragged`, `values` are detections, whose number can differ from batch
     to batch. `outputs` are digests of all outputs of the model, one per batch. A digest is "" if no

@@ -75,7 +75,7 @@ _JITTER_BYTES = 1 << 26
 class ReferenceGroup:
     """Inputs and the source's outputs for them, by ONNX names.
 
-    `single` holds outputs in float32 and `double` outputs in float64; None if the source has none.
+    `single` has outputs in float32 and `double` outputs in float64; None if the source has none.
     `bounds` is the envelope of outputs that jump (`statistics.tree_parity.compute_envelope`).
     `inside` is True if callers can send these inputs.
     """
@@ -257,8 +257,8 @@ def collect_reference_outputs(
     """Return the source's answers, and the groups that the source rejects.
 
     The export at `path` defines the possible inputs. A slow source without a fixed batch answers
-    fewer rows of each group, to finish in about `seconds`. `declared` holds the input values that
-    the pipeline declares for callers. `layout` describes the axes of the source's rows.
+    fewer rows of each group, to finish in about `seconds`. `declared` has the input values that the
+    pipeline declares for callers. `layout` describes the axes of the source's rows.
 
     Raises:
         UserError: the source rejects the real samples, or answers them differently in two runs. The

@@ -1,7 +1,7 @@
 """Layout of models with rows on other axes than 0, or with inputs without rows.
 
 All measurements have rows on axis 0 of every array. When the model runs, `RowLayout` moves the rows
-to the axis that the model's symbols name. It also adds the inputs that hold no rows.
+to the axis that the model's symbols name. It also adds the inputs that have no rows.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ class RowLayout:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether every array holds rows on its first axis."""
+        """Return whether every array has rows on its first axis."""
         return self.has_plain_inputs and not any(self.outputs.values())
 
     @property
     def has_plain_inputs(self) -> bool:
-        """Return whether every input holds rows of the data on its first axis."""
+        """Return whether every input has rows of the data on its first axis."""
         return not (self.values or self.row_values or any(self.inputs.values()))
 
     def arrange(self, rows: Tensors) -> dict[str, Any]:

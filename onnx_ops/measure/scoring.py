@@ -53,7 +53,7 @@ class ScoringRequest:
 
     `models` have the same names as in the evidence; the name of the candidate is `CANDIDATE`.
     `seed` is for resamples and permutations. `functions` are the functions of custom metrics and
-    decoders by reference. `known` holds predictions that were read before, by model. `slices` are
+    decoders by reference. `known` has predictions that were read before, by model. `slices` are
     parts of the rows that are also measured separately.
     """
 
@@ -522,7 +522,8 @@ def _in_terms(
 ) -> Array:
     """Return one model's answers as the metric needs them.
 
-    The result holds class labels, scores, the unchanged answers, or whether each row is right.
+    The result consists of class labels, scores, the unchanged answers, or whether each row is
+    right.
     """
     where = definition.label
     terms = prediction.values

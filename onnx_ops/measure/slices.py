@@ -80,7 +80,7 @@ def find_slice_problem(
 ) -> UserError | None:
     """Return why a column or crossing cannot be slices of the rows; None if it can.
 
-    `rows` is the number of rows; None if the arrays hold only the first rows.
+    `rows` is the number of rows; None if the arrays have only the first rows.
     """
     columns = split_columns([by])[by]
     for name in columns:

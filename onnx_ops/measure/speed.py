@@ -241,8 +241,8 @@ def measure_starts(
 def compare_starts(pair: PairedBenchmark) -> tuple[tuple[PairedRatios, ...], RawSamples]:
     """Compare fresh processes of baseline and candidate.
 
-    For the end of the measurement, see `measure_until_decided`. Peak memory is left out if the
-    system does not report it.
+    For the end of the measurement, see `measure_until_decided`. Peak memory is left out if a value
+    is unknown or 0.
     """
 
     def measure(rounds: int, seed: int) -> StartSamples:

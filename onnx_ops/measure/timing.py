@@ -215,11 +215,11 @@ def measure_until_decided(
     """Measure until all limits are decided or time runs out.
 
     The samples are evaluated at each look: when the number of rounds reaches the next entry of
-    `LOOKS`. The measurement also ends at the last look, or if later looks cannot decide a limit
-    (see `should_continue`). `measure` takes the number of rounds and a seed. `figures` computes the
-    ratios of all samples so far; unknown ratios are empty and do not extend the measurement.
-    `tolerances` are the limits of each of these ratios, in the same order. `noun` names the pairs
-    in progress messages.
+    `LOOKS`. The measurement also ends at the last look, or if later looks can decide no further
+    limit (see `should_continue`). `measure` takes the number of rounds and a seed. `figures`
+    computes the ratios of all samples so far; unknown ratios are empty and do not extend the
+    measurement. `tolerances` are the limits of each of these ratios, in the same order. `noun`
+    names the pairs in progress messages.
     """
     load_functions()  # Loading the functions during the first measurement would slow it down.
     samples: list[S] = []

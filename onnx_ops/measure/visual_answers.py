@@ -180,7 +180,7 @@ def prepare_objects(definition: MetricDefinition, label: Array | None) -> Array:
 
 
 def prepare_detections(definition: MetricDefinition, label: Array, detections: Array) -> Array:
-    """Return one model's detections, checked; empty places hold zeros and class -1."""
+    """Return one model's detections, checked; empty places have zeros and class -1."""
     where = f"{definition.label}: the model's answers"
     values = _clear(detections, _CLASS)
     values[..., _CLASS] = detections[..., _CLASS]
@@ -249,8 +249,8 @@ def _refuse(
 def read_mask(outputs: Tensors) -> tuple[Array, int, int] | None:
     """Return the class of each pixel, and the numbers of classes and of rows with NaN.
 
-    The number of classes is 0 if the output holds classes, not scores. Return None if no output is
-    a mask.
+    The number of classes is 0 if the output has classes, not scores. Return None if no output is a
+    mask.
     """
     for array in outputs.values():
         kind = array.dtype.kind

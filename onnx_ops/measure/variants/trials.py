@@ -69,10 +69,10 @@ _RUNS_P99 = 300
 class SearchContext:
     """The inputs of a search.
 
-    `source` is the export; `folder` receives the built models. `machines` holds the arithmetic of
-    the target machines, on which recipes depend. The metric is measured on the rows of
-    `tuning_data`; `lower` is True if lower values are better. Activation ranges come from
-    `calibration`. `batch` is the number of rows of one timed request.
+    `source` is the export; `folder` receives the built models. `machines` has the arithmetic of the
+    target machines, on which recipes depend. The metric is measured on the rows of `tuning_data`;
+    `lower` is True if lower values are better. Activation ranges come from `calibration`. `batch`
+    is the number of rows of one timed request.
     """
 
     project: Context
