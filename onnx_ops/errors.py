@@ -8,7 +8,7 @@
     │   └── TooLargeError              a request exceeds a limit that protects memory
     ├── MissingPackageError (4)        an optional package is not installed
     ├── InfrastructureError (4)        the machine or a service failed, not the model
-    │   ├── ServiceUnavailableError    a server does not answer
+    │   ├── ServiceUnavailableError    a service is unavailable, or lacks what the request needs
     │   ├── StillPendingError          a request was accepted and is not completed yet
     │   ├── AlarmRollbackError         an alarm of the provider rolled a deployment back
     │   ├── StorageError               the disk is full, or a file or folder is not accessible
@@ -170,7 +170,7 @@ class InfrastructureError(OnnxOpsError):
 
 
 class ServiceUnavailableError(InfrastructureError):
-    """A server that does not answer."""
+    """A service that is unavailable, or lacks what the request needs."""
 
 
 class StillPendingError(InfrastructureError):

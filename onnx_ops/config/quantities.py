@@ -70,7 +70,7 @@ def parse_quantity(written: object, unit: str) -> float | int:
     """Return the number of base units of a written quantity.
 
     Raises:
-        ValueError: the text is not a quantity of this kind; the message shows the value.
+        ValueError: `written` is not a quantity of this kind; the message shows the value.
     """
     scale = SCALES[unit]
     example = f"e.g. {scale.examples[0]}"

@@ -223,7 +223,7 @@ def _check_guardrails(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
 
 
 def _check_judgement(where: Loc, policy: RolloutPolicy) -> Iterator[Issue]:
-    """Yield durations and numbers of requests that do not fit the steps or are unused."""
+    """Yield settings of judged steps that do not fit the steps, or are unused."""
     if policy.min_step_duration is not None and policy.min_step_duration >= policy.step_timeout:
         yield Issue(
             (*where, "min_step_duration"), "'min_step_duration' must be shorter than 'step_timeout'"

@@ -81,7 +81,7 @@ class Settings:
         tracking_uri: Tracking URI of MLflow.
         mlflow_url: Address at which people open MLflow's pages, if it differs from `tracking_uri`.
         signing: `auto` (the key file is made on first use), `required` (it must exist) or `off`
-            (runs stop at the gates).
+            (runs stop at the gates). With `signer`, no key file is needed.
         signer: Where the private key is if it is not in the file: `env:VARIABLE`, `awskms:KEY` or
             `azurekv:URL`.
         trusted_keys: Folder of public keys. The default folder also has the public key of

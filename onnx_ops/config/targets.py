@@ -194,7 +194,7 @@ def list_targets(files: TargetFiles) -> tuple[str, ...]:
 
 
 def check_gates(gates: Iterable[tuple[Loc, Gate]]) -> Iterator[Issue]:
-    """Yield issues of gates that limit nothing or contradict themselves.
+    """Yield issues of gates whose limits are missing, unreachable or without effect.
 
     The gates are those of a pipeline or a target.
     """

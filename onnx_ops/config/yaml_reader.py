@@ -162,7 +162,8 @@ def format_path(path: Path) -> str:
 class _Loader(Reader, Scanner, Parser, Composer, BaseResolver):
     """PyYAML's loader without its constructor: it stops at the node graph.
 
-    The depth and the size are limited. `tags` has the explicit tags by the identity of the node.
+    The depth and the number of nodes are limited. `tags` has the explicit tags by the identity of
+    the node.
     """
 
     def __init__(self, text: str) -> None:
@@ -191,7 +192,7 @@ class _Loader(Reader, Scanner, Parser, Composer, BaseResolver):
 class _Conversion:
     """Conversion of a node graph to plain values.
 
-    Aliases are expanded, and their size is counted.
+    Aliases are expanded, and each use of an alias counts its nodes again.
     """
 
     def __init__(self, source: str, tags: dict[int, str], positions: bool) -> None:

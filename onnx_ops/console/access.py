@@ -54,7 +54,7 @@ def read_token(path: Path, environ: Mapping[str, str]) -> str:
     """Return the token from the environment or the file; empty if neither is set.
 
     Raises:
-        RefusedError: users other than the owner can read the file.
+        RefusedError: users other than the owner have access to the file.
         UserError: the token is too short.
     """
     token, where = environ.get(VARIABLE), VARIABLE

@@ -89,7 +89,7 @@ def evaluate_change(
 ) -> Lines:
     """Run every pipeline that the change since `base` affects, up to its gates.
 
-    Yield lines that report the outcome. Afterwards, `folder` holds the results for the step that
+    Yield lines that report the outcome. Afterwards, `folder` contains the results for the step that
     publishes them, and a report of each pipeline that ran.
 
     Args:

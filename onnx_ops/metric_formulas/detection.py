@@ -29,7 +29,7 @@ from onnx_ops.metric_formulas.statistic import (
 )
 
 PADDING = -1
-"""Class of a place that holds no box."""
+"""Class of a place without a box."""
 
 BOX_COLUMNS = 6
 """Columns of a detection before its keypoints: x1, y1, x2, y2, score, class."""
@@ -400,8 +400,8 @@ class _Curves:
     """The curves of precision and recall of one class, one for each threshold.
 
     The best precision at a recall is always that of a right detection, so curves consist of right
-    detections only. `parts` holds one entry for all thresholds. If a detection is ignored, it holds
-    one entry for each threshold with a right detection. An entry consists of:
+    detections only. `parts` has one entry for all thresholds. If a detection is ignored, it has one
+    entry for each threshold with a right detection. An entry consists of:
 
     - a matrix that sums the weights of detections between right ones: (right detections at any
       threshold of the entry, images);

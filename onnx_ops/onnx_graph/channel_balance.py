@@ -50,7 +50,7 @@ class _Norm:
     """A value with a scale for each channel, read only by products with constants.
 
     The value may also have one shift for each channel. `affine` lists the inputs of nodes with the
-    scale and the shift, each of shape (channels,). `weights` holds the axis of the channels in each
+    scale and the shift, each of shape (channels,). `weights` has the axis of the channels in each
     constant that the value is multiplied by.
     """
 

@@ -275,7 +275,7 @@ def _ends_alike(
 class _Dequantization:
     """The graph during the rewrite.
 
-    `reader` holds its constants, and `makers` the producers of values. `folded` are the clipping
+    `reader` has its constants, and `makers` the producers of values. `folded` are the clipping
     operators to restore, by QuantizeLinear output. `levels` are the quantized values that integer
     products read.
     """

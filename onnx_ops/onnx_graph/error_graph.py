@@ -250,7 +250,7 @@ def get_axis(node: onnx.NodeProto, default: int = -1) -> int:
 
 
 def is_class_output(node: onnx.NodeProto, name: str) -> bool:
-    """Return whether a value holds the classes that a classifier chooses."""
+    """Return whether a value contains the classes that a classifier chooses."""
     return bool(node.op_type.endswith("Classifier") and name == node.output[0])
 
 

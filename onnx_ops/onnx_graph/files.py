@@ -420,7 +420,7 @@ class TensorLocation:
 
 
 def resolve_external_files(model: onnx.ModelProto, folder: Path) -> tuple[Path, ...]:
-    """Return the files that hold a model's weights, in order of appearance.
+    """Return the files that contain a model's weights, in order of appearance.
 
     Raises:
         RefusedError: a name is missing, empty, absolute or outside the folder, or has `..` or a

@@ -56,7 +56,7 @@ _SIZES: Mapping[str, tuple[int, ...]] = {
 _SELECTORS = frozenset(
     {"Gather", "GatherElements", "GatherND", "Scatter", "ScatterElements", "ScatterND"}
 )
-"""Operators whose second input holds indices into the first."""
+"""Operators whose second input has indices into the first."""
 
 _COMPARISONS: Mapping[str, tuple[int, ...]] = {
     "Equal": (0, 1),
@@ -76,13 +76,13 @@ class InputBounds:
     """The bounds of one input.
 
     Args:
-        index: the smallest and largest index, if the input holds indices into tables or of one-hot
+        index: the smallest and largest index, if the input has indices into tables or of one-hot
             encodings; with several readers, the smallest range.
         texts: the strings known to the operators that read the input.
         size: whether the size of a value depends on the input.
         missing: whether an operator that reads the input treats NaN specially.
-        tables: the sizes, as numbers or symbols, of the computed tensors that the input holds
-            indices into; `?` if unknown.
+        tables: the sizes, as numbers or symbols, of the computed tensors that the input has indices
+            into; `?` if unknown.
         compared: whole numbers at which comparisons with constants change the model's behaviour.
         encoded: whether each row is an encoded file, such as an image.
     """
@@ -142,7 +142,7 @@ def _read_bounds(
 def _selects_from_computed(
     node: onnx.NodeProto, place: int, stored: Mapping[str, onnx.TensorProto]
 ) -> bool:
-    """Return whether an input holds indices into a tensor that the model computes.
+    """Return whether an input has indices into a tensor that the model computes.
 
     `place` is the index of the node's input.
     """
@@ -252,7 +252,7 @@ def _reached(
 ) -> Iterator[tuple[onnx.NodeProto, int]]:
     """Yield the nodes that read a value or a derived value, with the input index.
 
-    With `copies`, only derived values that hold elements of the value are followed.
+    With `copies`, only derived values that contain elements of the value are followed.
     """
     waiting, visited = [start], {start}
     while waiting:
@@ -265,7 +265,7 @@ def _reached(
 
 
 def _copies(node: onnx.NodeProto, place: int) -> bool:
-    """Return whether a node's outputs hold the values of its input at this index."""
+    """Return whether a node's outputs contain the values of its input at this index."""
     if node.op_type == "Where":
         return place > 0
     return node.op_type in _SAME_VALUES and (place == 0 or node.op_type == "Concat")

@@ -1,7 +1,7 @@
 """Report which operators a target runs in int8.
 
 The report also has the reasons why other operators stay in float, and the settings that change
-this. A statically quantized file holds QuantizeLinear pairs around an operator. The runtime either
+this. A statically quantized file has QuantizeLinear pairs around an operator. The runtime either
 fuses them into an int8 operator, or runs the operator in float with additional conversions. Only
 the graph that the runtime has rewritten shows which of these cases applies.
 """

@@ -46,11 +46,11 @@ class ModelSummary:
     `operators` counts nodes, including those of subgraphs and functions; operators outside the
     default domain have the domain as prefix. `versions` counts nodes by the version of their
     definitions (`Gemm-13`). `foreign` names the nodes of operators outside the domains of ONNX and
-    ONNX Runtime, except functions of the model. `blocks` holds the reason why no CPU kernel runs a
+    ONNX Runtime, except functions of the model. `blocks` has the reason why no CPU kernel runs a
     node with weights in blocks, by node. `parameters` counts the elements of all constants by type.
-    `unranked` names inputs and outputs without a declared shape.
-    `author`, `license`, `version` and `description` are copied from the file; empty or 0 if
-    missing. `problem` is the error of the ONNX checker; empty without an error.
+    `unranked` names inputs and outputs without a declared shape. `author`, `license`, `version` and
+    `description` are copied from the file; empty or 0 if missing. `problem` is the error of the
+    ONNX checker; empty without an error.
     """
 
     file: Digest
@@ -193,7 +193,7 @@ def estimate_cost(
     """Estimate the cost from the shapes of a file, without reading weights.
 
     Args:
-        batch: size of the free axis that holds rows.
+        batch: size of the free axis of the rows.
         dims: sizes of free axes by their name, or by `INPUT.AXIS` for an axis without a name. All
             others, except the axis of rows, have the size `LENGTH`.
     """

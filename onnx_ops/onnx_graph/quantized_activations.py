@@ -51,7 +51,7 @@ _OPAQUE = frozenset(
 class _Layout:
     """The roles of the inputs of an integer operator.
 
-    `operands` holds indices of values, each followed by its scale and zero point; `result` is the
+    `operands` has indices of values, each followed by its scale and zero point; `result` is the
     index of the result's scale. `dropped` lists attributes that the float operator lacks.
     """
 
@@ -85,7 +85,7 @@ _LAYOUTS: Mapping[str, _Layout] = {
 class _Rewriting:
     """The new graph during the rewrite.
 
-    `scales` holds the scale and zero point of each integer value.
+    `scales` has the scale and zero point of each integer value.
     """
 
     tensors: dict[str, onnx.TensorProto]

@@ -47,7 +47,7 @@ _OLDEST_OPSET = 9
 """First opset that has Where and ConstantOfShape."""
 
 _CLASSES = ("classlabels_int64s", "classlabels_ints", "classlabels_strings")
-"""Attributes that hold the classes of a classifier."""
+"""Attributes with the classes of a classifier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class RoundingOutputs:
             several parts.
         scores: the values whose order along `scores_axis` determines an output of indices or
             classes; `scores_error` is the error of each score.
-        labels: the class of each index, if the output holds classes.
+        labels: the class of each index, if the output has classes.
     """
 
     error: str = ""
@@ -200,7 +200,7 @@ def _find_ranking(graph: ErrorGraph, name: str) -> RoundingOutputs | None:
 
 
 def _read_ranking(node: onnx.NodeProto, name: str) -> RoundingOutputs | None:
-    """Return the values that a node ranks, if `name` holds its indices or classes."""
+    """Return the values that a node ranks, if `name` has its indices or classes."""
     if node.op_type in ("ArgMax", "ArgMin"):
         return RoundingOutputs(scores=node.input[0], scores_axis=get_axis(node, 0))
     if node.op_type == "TopK" and name != node.output[0]:

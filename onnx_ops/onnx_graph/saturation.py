@@ -93,7 +93,7 @@ def _list_mixed_weights(
 
 
 def _find_stored(name: str, makers: Mapping[str, onnx.NodeProto]) -> str:
-    """Return the constant that a value holds, directly or through moving operators."""
+    """Return the constant behind a value, directly or through moving operators."""
     while (maker := makers.get(name)) is not None and maker.op_type in _MOVES:
         name = maker.input[0]
     return name

@@ -65,7 +65,7 @@ class _Growing:
 
 
 def has_trees(path: Path) -> bool:
-    """Return whether a file holds an operator of `ENSEMBLES`.
+    """Return whether a file contains an operator of `ENSEMBLES`.
 
     Errors are those of `read_structure`.
     """

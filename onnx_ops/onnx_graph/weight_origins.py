@@ -371,7 +371,7 @@ def _list_sums(model: onnx.ModelProto) -> dict[str, str]:
 def _follow_constants(
     model: onnx.ModelProto, stored: Mapping[str, Any]
 ) -> dict[str, tuple[str, int]]:
-    """Return the constant that each value holds, and how often its axes were swapped.
+    """Return the constant behind each value, and how often its axes were swapped.
 
     Values behind the operators of `_MOVING` are included.
     """

@@ -38,7 +38,7 @@ def check_champions(
 
     Raises:
         UserError: a name has no champion.
-        ServiceUnavailableError: the registry does not answer.
+        ServiceUnavailableError: the registry is unavailable.
     """
     results: list[RecheckResult] = []
 

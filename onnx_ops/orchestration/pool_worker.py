@@ -80,7 +80,7 @@ _WATCH_S = 2.5
 The processes of a cancelled run should end within 10 s.
 """
 _START_S = 60.0
-"""Seconds for which a starting worker waits for a server that does not answer."""
+"""Seconds for which a starting worker waits for an unavailable server."""
 _DESCRIBED_S = 60.0
 """Time limit for reading what the machine can measure at the start, in seconds."""
 
@@ -269,8 +269,8 @@ class PoolWorker:
         """Create the pool, and publish the description of this worker.
 
         Return the name of the variable that has the description; empty if the worker is stopped
-        before. If the server does not answer, for instance during a restart, the request is
-        repeated for up to `_START_S` after the first failure.
+        before. If the server is unavailable, for instance during a restart, the request is repeated
+        for up to `_START_S` after the first failure.
         """
         variable = ""
         while not variable and not self._stopping:
@@ -349,7 +349,7 @@ class PoolWorker:
     def _is_any_waiting(self, client: SyncPrefectClient) -> bool:
         """Return whether a run is scheduled in the pool.
 
-        This request costs the server less than reading the pool's queues.
+        Between two heartbeats, the pool's queues are read only in this case.
         """
         scheduled = FlowRunFilter(
             state=FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.SCHEDULED]))

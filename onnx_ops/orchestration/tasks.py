@@ -146,7 +146,7 @@ class PrefectExecutor:
 class _Attempt:
     """The work of a stage, which runs once for each attempt.
 
-    The object keeps the result of the last attempt.
+    The object has the result of the last attempt.
     """
 
     def __init__(self, name: str, work: Work, decide: Decide) -> None:

@@ -22,9 +22,10 @@ SYSTEM = StageKind.SYSTEM.value
 """Id of the stage that compares the export with the project's own code."""
 
 SYSTEM_EXAMPLE = "example.json"
-"""File of the stage `SYSTEM` with the values of a failed step at one input.
+"""File of the stage `SYSTEM` with the values of the first failed step at one input.
 
-It contains an empty list if no step failed.
+If no step failed, the values are those of failed final answers. The file contains an empty list if
+there are no such values.
 """
 
 REVISIONS: Mapping[StageKind, int] = {

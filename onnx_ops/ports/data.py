@@ -142,7 +142,7 @@ class DataSource(Plugin):
 
         Raises:
             NotFoundError: the data does not exist.
-            ServiceUnavailableError: the service of the data does not answer.
+            ServiceUnavailableError: the service of the data cannot process the request now.
             UserError: the source does not support the section, or an option is wrong.
             RefusedError: a path or URL in the options is forbidden, or the data has no digest.
         """
@@ -153,7 +153,7 @@ class DataSource(Plugin):
 
         Raises:
             NotFoundError: the data does not exist.
-            ServiceUnavailableError: the service of the data does not answer.
+            ServiceUnavailableError: the service of the data cannot process the request now.
             UserError: the data is malformed, the source does not support the section, or an option
                 is wrong.
             RefusedError: as `fingerprint`, or the data does not match its recorded digest.
@@ -218,7 +218,7 @@ class ModelSource(Protocol):
             NotFoundError: the model does not exist.
             UserError: the address is invalid, or no file system is known for it.
             RefusedError: access to the model is denied.
-            ServiceUnavailableError: the server of the model does not answer.
+            ServiceUnavailableError: the model cannot be read now.
             MissingPackageError: a package that the address requires is not installed.
         """
 

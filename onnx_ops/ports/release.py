@@ -292,7 +292,7 @@ class EndpointProvider(Plugin):
 
         Raises:
             RefusedError: onnx-ops did not create the resource of that name, or access is denied.
-            ServiceUnavailableError: the provider does not answer.
+            ServiceUnavailableError: the provider does not answer, or fails to process the request.
         """
 
     def preview(
@@ -323,7 +323,7 @@ class EndpointProvider(Plugin):
         The result is None if the endpoint is missing or silent, or lacks one of its deployments.
 
         Raises:
-            ServiceUnavailableError: the storage of the state does not answer.
+            ServiceUnavailableError: the state cannot be read now.
             RefusedError: access is denied, or another owner has the resource of that name.
         """
 
@@ -442,7 +442,7 @@ class EndpointProvider(Plugin):
 
         Raises:
             RefusedError: access is denied.
-            ServiceUnavailableError: the provider does not answer.
+            ServiceUnavailableError: the provider does not answer, or fails to process the request.
         """
         return ()
 
@@ -527,7 +527,7 @@ class MetricsSource(Plugin):
 
         Raises:
             RefusedError: access is denied.
-            ServiceUnavailableError: the source does not answer; the reconciler then waits.
+            ServiceUnavailableError: the counts cannot be read now; the reconciler then waits.
         """
 
     def latencies(
@@ -539,7 +539,7 @@ class MetricsSource(Plugin):
         not limited to recent requests. It can begin when the present servers started.
 
         Raises:
-            ServiceUnavailableError: the source does not answer.
+            ServiceUnavailableError: the histogram cannot be read now.
         """
         return None
 
@@ -606,7 +606,8 @@ class Notifier(Plugin):
 
         Raises:
             RefusedError: other users have access to the file of the secret.
-            ServiceUnavailableError: the service that stores the destination does not answer.
+            ServiceUnavailableError: the destination cannot be read now from the service that stores
+                it.
             UserError: an option or a secret is missing or wrong.
         """
 

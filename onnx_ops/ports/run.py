@@ -126,8 +126,8 @@ class Pools(Plugin):
 
         Raises:
             UserError: the orchestrator or the pool is not configured.
-            ServiceUnavailableError: the orchestrator is silent, or no running worker of the pool
-                executes this kind of stage.
+            ServiceUnavailableError: the orchestrator is unavailable, or no running worker of the
+                pool executes this kind of stage.
             StageError: the stage took longer than its time-out, or `cancel` was called.
             MeasurementError: several attempts crashed, were cancelled or stopped sending
                 heartbeats, or a worker took the stage and did not start it.
@@ -148,7 +148,7 @@ class Pools(Plugin):
 
         Raises:
             UserError: no orchestrator is configured.
-            ServiceUnavailableError: the orchestrator does not answer.
+            ServiceUnavailableError: the orchestrator is unavailable.
         """
 
     @abstractmethod
@@ -157,7 +157,7 @@ class Pools(Plugin):
 
         Raises:
             UserError: no orchestrator is configured.
-            ServiceUnavailableError: the orchestrator does not answer.
+            ServiceUnavailableError: the orchestrator is unavailable.
         """
 
 

@@ -78,8 +78,8 @@ def read_configuration(environ: Mapping[str, str]) -> Configuration:
 
     Raises:
         UserError: a value is invalid, or two of them contradict each other.
-        NotFoundError, ConfigError, RefusedError: a file is missing, invalid, or readable by other
-            users.
+        NotFoundError, ConfigError, RefusedError: a file is missing or invalid, or other users have
+            access to the key file.
     """
     folder, policy_file, key_file = (
         environ.get(name, "") for name in (TRUSTED_KEYS, POLICY, OVERRIDE_KEY)
