@@ -20,8 +20,8 @@ from onnx_ops.domain.target import Target
 Capabilities = Callable[[Deploy], frozenset[str]]
 """Function that returns the capabilities of an entry.
 
-They are those of its endpoint plugin and its metrics source. `ABILITIES` describes the ones that a
-rollout can need.
+The entry's endpoint plugin and its metrics source determine them. `ABILITIES` describes the ones
+that a rollout can need.
 """
 
 Unservable = Callable[[Deploy, Target], str]

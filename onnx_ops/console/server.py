@@ -29,8 +29,8 @@ _WAIT_S = 10.0
 _MAX_FOLLOWERS = 24
 """Maximum number of pages that are updated at the same time.
 
-The remaining connections of `MAX_FROM_SOURCE` are for loading pages, since all viewers can share
-one proxy.
+All viewers can share one proxy, and the server accepts 32 connections from one address
+(`adapters.web.connections`). The other 8 connections are for loading pages.
 """
 _ALIVE_S = 15.0
 """Seconds after which an idle stream sends a comment at the next read.

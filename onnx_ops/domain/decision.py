@@ -61,7 +61,7 @@ class RankingMetrics:
     `ratio` is the request time divided by the export's request time. `change` is the improvement of
     the task metric `metric` over the export's value. It is a difference or, where lower is better,
     the share by which the error fell. `seconds` is the median time of a single request. `load` is
-    the time per request under the highest measured load.
+    the time per request at the highest measured concurrency.
     """
 
     size_bytes: int = 0

@@ -197,8 +197,9 @@ _Effect: TypeAlias = tuple[Digest, bool, int, tuple[str, ...], Execution, tuple[
 def _effect(state: EndpointState) -> tuple[dict[str, _Effect], float | None, float]:
     """Return the parts of a state that decide whether states are equivalent.
 
-    These are the files, the execution and the shares of traffic and copies of each deployment, by
-    name; the tolerance of shadow answers (None without copies); and the length of an epoch.
+    The first part has the files, the execution and the shares of traffic and copies of each
+    deployment, by name. The others are the tolerance of shadow answers (None without copies) and
+    the length of an epoch.
     """
     weights, shadow = state.split.weights, state.split.shadow
     per_name = {

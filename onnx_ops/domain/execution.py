@@ -16,7 +16,7 @@ from onnx_ops.domain.quantities import OMIT_DEFAULT, Bytes, Json, Notation, Seco
 CPU = "CPUExecutionProvider"
 
 INLINE_S = 250e-6
-"""Run time in seconds below which a server runs a model on its event loop.
+"""Mean run time in seconds below which a model moves to a server's event loop.
 
 On a thread, a run is about 50 µs slower, which is much for such a model.
 """

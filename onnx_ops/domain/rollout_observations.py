@@ -230,9 +230,10 @@ class UnitCounts:
 
     The badness of a unit is the share of its requests that were events.
 
-    A unit is a set of requests that is assigned to a version independently of other units: the
-    requests of one cell of users in one epoch, or a single request without a key. Each version
-    has a number of units for each of `BADNESS_EDGES`; zeros at the end can be left out.
+    A unit is a set of requests that is assigned to a version independently of other units. It
+    consists of the requests of one cell of users in one epoch, or of a single request without a
+    key. Each version has a number of units for each of `BADNESS_EDGES`; zeros at the end can be
+    left out.
     """
 
     candidate: tuple[int, ...] = ()

@@ -22,7 +22,7 @@ SYSTEM = StageKind.SYSTEM.value
 """Id of the stage that compares the export with the project's own code."""
 
 SYSTEM_EXAMPLE = "example.json"
-"""File of the stage `SYSTEM` with the values of the first failed step at one input.
+"""File of the stage `SYSTEM` with values of the first failed step at one input.
 
 If no step failed, the values are those of failed final answers. The file contains an empty list if
 there are no such values.
