@@ -52,7 +52,7 @@ WINDOW_S, SIDE_S = 0.01, 0.3
 Many short alternating windows distinguish two models better than a few long windows of the same
 total time. A short disturbance affects only few of them. On a busy machine, the ratio of a model to
 itself varied by 6 % from pair to pair with 40 windows of 8 ms. With 6 windows of 50 ms, it varied
-by 11 %.
+by 11 % (docs/adr/0006-statistics-first-version.md).
 """
 
 FEWEST_WINDOWS, MOST_WINDOWS = 4, 32

@@ -307,7 +307,7 @@ class EndpointProvider(Plugin):
 
         Args:
             state: the argument of `apply` or `roll_back`.
-            current: the state before the call; None if the endpoint does not answer.
+            current: the result of `observe` before the call.
 
         Raises:
             OnnxOpsError: an error of the call that is known without a change.
@@ -594,7 +594,8 @@ class Notifier(Plugin):
         notification twice does no harm.
 
         Raises:
-            ServiceUnavailableError: the service does not answer, or limits the rate; try again.
+            ServiceUnavailableError: the service does not answer, has an error, or limits the rate.
+                Try again.
             RefusedError: the service denies access, or refuses or redirects the notification; or
                 other users have access to the file of the secret.
             UserError: an option or a secret is missing or wrong.
