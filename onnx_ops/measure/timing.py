@@ -196,8 +196,8 @@ def plan_schedule(run_s: float) -> PairedBenchmarkSchedule:
 
     Long runs vary less, so that fewer blocks suffice. The noise between sessions is averaged only
     over rounds. With half the blocks, a round takes about two thirds of the time. A verdict then
-    needs 8 to 19 % more rounds for a model of 0.25 ms, and 18 to 36 % more for a model of 1 ms
-    (docs/adr/0014-latency-on-shared-machines.md).
+    needs 8 to 19 % more rounds for a model of 0.25 ms. For a model of 1 ms, it needs 18 to 36 %
+    more (docs/adr/0014-latency-on-shared-machines.md).
     """
     run_s = max(run_s, 1e-9)
     blocks = int(np.clip(ROUND_S / (3 * RUNS * run_s), *BLOCKS))
