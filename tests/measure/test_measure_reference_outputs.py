@@ -565,7 +565,7 @@ def test_check_compatibility_of_too_new_opset_raises_user_error_with_remedy(tmp_
     message = r"accepts opset <= 17, .* this model has opset 18, IR version 9: set export.opset: 17"
     with pytest.raises(UserError, match=message) as caught:
         check_compatibility(path, replace(TARGET, max_opset=17), "benchmark/fp32@cpu")
-    assert "leave out cpu" in caught.value.remedy
+    assert "leave out target cpu" in caught.value.remedy
     check_compatibility(path, replace(TARGET, max_opset=18, max_ir_version=9), "benchmark/fp32@cpu")
 
 
@@ -580,4 +580,4 @@ def test_check_compatibility_of_unsupported_block_size_raises_user_error_with_re
     with pytest.raises(UserError, match="blocks of 512") as caught:
         check_compatibility(path, TARGET, "benchmark/w4@cpu")
     assert "quantize with a block size" in caught.value.remedy
-    assert "leave out cpu" in caught.value.remedy
+    assert "leave out target cpu" in caught.value.remedy
