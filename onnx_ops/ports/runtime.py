@@ -185,7 +185,7 @@ class Runtime(Plugin):
     def starts(
         self, models: Sequence[Path], target: Target, feed: Tensors, schedule: StartSchedule
     ) -> StartSamples:
-        """Load models alternately in fresh processes, and time requests to each process.
+        """Measure load, first inference and peak memory of models in fresh processes.
 
         Raises:
             MeasurementError: a process could not run its model.

@@ -153,7 +153,7 @@ def test_handle_errors_with_json_output_redirects_library_output_to_stderr(
     assert "greeting" in capfd.readouterr().out
 
 
-def test_error_of_command_in_group_names_group_and_command(
+def test_unexpected_exception_of_command_in_group_names_group_and_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     app = typer.main.get_command(build_app())

@@ -347,7 +347,7 @@ def test_read_event_without_previous_commit_returns_empty_base(
     assert read_event(os.environ).base == ""
 
 
-def test_changed_since_without_repository_or_commit_raises_user_error(
+def test_changed_since_of_unknown_commit_or_without_repository_raises_user_error(
     tmp_path: Path, runner: Runner
 ) -> None:
     with pytest.raises(UserError, match="cannot open a repository"):
