@@ -267,8 +267,9 @@ def test_load_decompression_bomb_raises_user_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("onnx_ops.adapters.data.tables._MOST_CSV_BYTES", 1 << 20)
-    with pytest.raises(UserError, match="a CSV file must be smaller than 2 GiB"):
+    with pytest.raises(UserError, match="a CSV file must be smaller than 2 GiB") as caught:
         load(tmp_path, gzip.compress(b"a\n" + b"1\n" * (1 << 20)), "t.csv.gz")
+    assert caught.value.remedy == "Write the table as Parquet."
 
 
 @settings(

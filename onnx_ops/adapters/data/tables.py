@@ -130,7 +130,9 @@ def read_table(
             f"the file cannot be read as a table in {table_format}",
             where=where,
             why=quoted(error),
-            remedy="" if suffix == ".parquet" else _describe_format(suffix),
+            remedy="Write the table as Parquet."
+            if isinstance(error, _TooLargeTextError)
+            else _describe_format(suffix),
         ) from error
     if not table.num_rows:
         raise UserError("the table has no rows", where=where, remedy="Write at least one row.")
@@ -145,7 +147,14 @@ def read_table(
     }
 
 
+class _TooLargeTextError(ValueError):
+    """A table in text form that exceeds `_MOST_CSV_BYTES`."""
+
+
 def _describe_format(suffix: str) -> str:
+    """Return the remedy for an unreadable table; empty for Parquet."""
+    if suffix == ".parquet":
+        return ""
     if suffix in (".jsonl", ".ndjson"):
         return "Write one JSON object per line, with a value for each column, in UTF-8."
     return (
@@ -175,9 +184,9 @@ def _read_csv(arrow: Any, path: Path, suffix: str, most_bytes: int | None) -> An
     content = _read_compressed(path, most_bytes) if suffix.endswith(".gz") else None
     size = path.stat().st_size if content is None else len(content)
     if size >= _MOST_CSV_BYTES:
-        raise ValueError(
+        raise _TooLargeTextError(
             f"it has at least {size / (1 << 30):.3g} GiB without compression, and a CSV file must "
-            "be smaller than 2 GiB; write the table as Parquet"
+            "be smaller than 2 GiB"
         )
     head = _read_head(path) if content is None else content[:_HEAD_BYTES]
     dialect = _find_dialect(head)
@@ -443,9 +452,9 @@ def _read_json(arrow: Any, path: Path, most_bytes: int | None) -> Any:
     arrow_json = importlib.import_module("pyarrow.json")
     size = path.stat().st_size
     if size >= _MOST_CSV_BYTES:
-        raise ValueError(
+        raise _TooLargeTextError(
             f"its size is {size / (1 << 30):.3g} GiB, and a JSON Lines file must be smaller than "
-            "2 GiB; write the table as Parquet"
+            "2 GiB"
         )
     with path.open("rb") as stream:
         content = stream.read() if most_bytes is None else stream.read(most_bytes)

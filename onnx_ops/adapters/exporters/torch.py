@@ -437,7 +437,7 @@ def _try_out(
                 remedy="Return torch.view_as_real(output), which has this dimension in torch too.",
             )
         if value.dtype == torch.bfloat16:
-            why = "NumPy lacks this type, so neither a gate nor a client can read it"
+            why = "NumPy lacks this type, so gates cannot compare the output"
             raise UserError(what, where="export", why=why, remedy="Return output.float().")
     return list(values)
 
