@@ -342,7 +342,7 @@ def test_sagemaker_endpoint_of_other_owner_is_protected_by_provider_and_policy(s
     theirs = config_of("theirs")
     assert site.provider.observe(theirs) is None
     assert site.provider.address(theirs) is None
-    with pytest.raises(RefusedError, match="did not create"):
+    with pytest.raises(RefusedError, match="does not show that onnx-ops created it"):
         site.apply(1, theirs, blue=100)
     site.provider.remove(theirs)
     ours: Any = boto3.client("sagemaker", region_name="us-east-1")

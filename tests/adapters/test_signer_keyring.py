@@ -55,7 +55,7 @@ def test_keyring_create_makes_trusted_key_and_refuses_second(
     (one,) = keyring.list_keys()
     assert (one.signs, one.trusted) == (True, True)
     assert places[0].stat().st_mode & 0o077 == 0
-    with pytest.raises(UserError, match="a key already exists"):
+    with pytest.raises(UserError, match="a file already exists"):
         keyring.create()
 
 

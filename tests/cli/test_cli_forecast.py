@@ -114,7 +114,7 @@ def test_plan_and_check_use_traffic_of_last_rollout(
         "onnx_ops.release.traffic.read_recorded_traffic", lambda *_: Traffic(rate=0.001)
     )
     shown = run(project, "check", "--static", "p.yaml").stdout
-    assert "warning: digits (traffic of its last rollout): step 1, 10 %: this step cannot" in shown
+    assert "warning: digits (traffic of its last rollout): step 1, 10 %: this step takes" in shown
     assert "send 2.08 requests/min" in shown
     notes = run(project, "plan", "p.yaml").stderr
     assert "with 3.6 requests/h, requests without a key, 0 % errors, traffic of its" in notes

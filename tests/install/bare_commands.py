@@ -182,7 +182,7 @@ CALLS = (
     Call("doctor", 0, "onnx-ops[mlflow]"),
     Call("targets", 0, "cpu-1t"),
     Call("work --pool gpu", 4, "onnx-ops work, pools: package prefect", extras="prefect"),
-    Call("keys new", 2, "a key already exists"),
+    Call("keys new", 2, "a file already exists"),
     Call("keys list", 0),
     Call("docs runbooks/rollback-now", 0, "# "),
     Call("ledger adopt digits", 5, "the ledger is intact"),

@@ -91,7 +91,7 @@ REFUSED: list[tuple[Attempt, str]] = [
         (aliasing(spelling, "1"), "the alias must be spelled champion-cpu-1t")
         for spelling in SPELLINGS
     ),
-    (lambda scene: scene.guard.rename_model(MODEL), "signed for this name"),
+    (lambda scene: scene.guard.rename_model(MODEL), "refer to the model by this name"),
     (give_earlier, "the version has a later decision"),
     (
         tagging(DECISION_TAG.replace("decision", "Decision"), ""),

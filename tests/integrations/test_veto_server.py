@@ -215,7 +215,7 @@ def test_delete_rename_and_retag_of_guarded_version_return_403(
             "POST",
             f"{models}/rename",
             {"name": passed.model, "new_name": "other"},
-            "signed for this name",
+            "refer to the model by this name",
         ),
         (
             "POST",

@@ -146,7 +146,7 @@ WRONG_PLACES = {
     "too short": ([external(W, ("length", "4"))], "its shape needs 8"),
     "too long": ([external(W, ("length", "16"))], "its shape needs 8"),
     "negative shape": ([external(W, size=-2)], "shape has a negative size"),
-    "two files": ([external(W, ("location", "../secret"))], "twice"),
+    "two files": ([external(W, ("location", "../secret"))], "more than once"),
     "no file": ([external(("offset", "0"))], "without the name of a file"),
     "nothing at all": ([external()], "without the name of a file"),
     "overlap": (

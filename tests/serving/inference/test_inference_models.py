@@ -282,7 +282,9 @@ def test_load_for_missing_execution_provider_raises_infrastructure_error(
         network, execution=Execution(providers=(Provider(name="CUDAExecutionProvider"),))
     )
     for prepacked in (None, cache):
-        with pytest.raises(InfrastructureError, match="measured on CUDAExecutionProvider"):
+        with pytest.raises(
+            InfrastructureError, match="target of the model uses CUDAExecutionProvider"
+        ):
             load_once(elsewhere, prepacked)
 
 
