@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import pytest
 
-from onnx_ops.adapters.exporters.torch import TorchExporter, _quiet
+from onnx_ops.adapters.exporters.torch import TorchExporter, _quiet, _wrap
 from onnx_ops.domain.pipeline import Export
 from onnx_ops.domain.quantities import Json
 from onnx_ops.errors import NotFoundError, OnnxOpsError, UserError
@@ -86,6 +86,12 @@ def test_torch_reference_in_float64_keeps_integer_outputs(modules: Any) -> None:
         "sum": np.float64,
         "twice": np.int64,
     }
+
+
+def test_wrap_with_names_in_any_order_passes_each_tensor_under_its_name() -> None:
+    torch = importlib.import_module("torch")
+    module = _wrap(torch.nn.Identity(), ("left", "index"), lambda _, rows: dict(rows))
+    assert module("first", "second") == {"left": "first", "index": "second"}
 
 
 def test_torch_export_of_tuple_output_numbers_outputs(modules: Any, tmp_path: Path) -> None:
