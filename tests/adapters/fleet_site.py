@@ -218,7 +218,7 @@ class AzureFleet(FleetSite):
 
 @contextmanager
 def open_sagemaker_fleet(fake: FakeSageMaker, folder: Path) -> Iterator[SageMakerFleet]:
-    # fsspec caches clients, and a client of another test uses the address of its own store.
+    # fsspec caches clients, and a client of another test uses the address of another store.
     fsspec.get_filesystem_class("s3").clear_instance_cache()
     blue, green = make_models(folder / "models")
     yield SageMakerFleet(fake=fake, folder=folder, blue=blue, green=green)
