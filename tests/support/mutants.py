@@ -40,6 +40,11 @@ from tests.support.mutants_plugin import CONTEXTS, FAILURES, PACKAGE, SELECTION
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = Path(__file__).with_suffix(".toml")
+QUICK_S = 15.0
+"""Recorded seconds of the tests that run first.
+
+Most faults are detected by them.
+"""
 LIMIT_S = 600.0
 """Time limit of a run of pytest.
 
@@ -265,7 +270,7 @@ class Tree:
         A test detects it if it fails with the fault and passes without it.
         """
         begun = time.monotonic()
-        for tests in groups:
+        for tests in filter(None, groups):
             with self._planted(fault):
                 code, failed = self._run(tests)
             if code == _FAILED:
@@ -644,9 +649,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             runs = [run for path in rooms[fault.room] for run in _expand(path)]
             if line_map is not None:
                 room = [path for run in runs for path in run]
-                yield from filter(
-                    None, [line_map.select(fault, texts[fault.path], room, given.budget)]
-                )
+                begun = set[str]()
+                for budget_s in (QUICK_S, given.budget):
+                    selected = line_map.select(fault, texts[fault.path], room, budget_s)
+                    yield [test for test in selected if test not in begun]
+                    begun.update(selected)
             yield from runs if fallback else ()
 
         def report(result: FaultResult) -> None:
