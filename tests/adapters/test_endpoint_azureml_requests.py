@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -205,13 +206,17 @@ def test_azureml_rollback_below_applied_generation_raises_conflict_error(
     assert changes(world.cloud.calls[first:]) == []
 
 
-def test_azureml_rollback_with_stale_reads_waits_for_own_write(world: World) -> None:
-    world.apply(1, blue=100, green=0)
-    world.cloud.conditions.lag = 3
+def test_azureml_rollback_with_stale_read_waits_for_own_write(world: World) -> None:
+    """The stale read does not show the second deployment."""
+    world.apply(1, blue=100)
+    endpoint = world.cloud.control.resources[ENDPOINT]
+    before = copy.deepcopy(endpoint.body)
     world.apply(2, blue=10, green=90)
+    endpoint.lags(1, before)
     roll_back(world, 3)
     assert world.cloud.routes("scaling")[-1] == {world.name(world.blue): 100}
     assert world.observed().generation == 3
+    assert world.observed().is_equivalent(world.state(blue=100, green=0))
 
 
 def test_azureml_rollback_during_update_waits_for_its_end(world: World) -> None:

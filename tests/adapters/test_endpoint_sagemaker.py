@@ -129,9 +129,7 @@ def test_sagemaker_apply_of_new_variant_keeps_previous_config_and_autoscaled_cou
         pytest.param(
             {"volume": "40 GB"}, ["blue.VolumeSizeInGB: none, not 40"], marks=pytest.mark.nightly
         ),
-        pytest.param(
-            {"strategy": "guarded"}, ["variants: blue, not main"], marks=pytest.mark.nightly
-        ),
+        ({"strategy": "guarded"}, ["variants: blue, not main"]),
         pytest.param(
             {"min_instances": 1, "max_instances": 4},
             [
