@@ -9,7 +9,7 @@ COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 COMPILE_OWN := $(BIN)/python -m compileall -qq onnx_ops
 
 # Processes that run tests side by side.
-WORKERS ?= 2
+WORKERS ?= 3
 
 .PHONY: check demo demo-stop wheel sbom test test-all test-processor lint truth truth-all docs clean
 

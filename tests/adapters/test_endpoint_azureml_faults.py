@@ -190,7 +190,7 @@ def test_azureml_token_request_after_fault_is_retried(world: World, fault: Fault
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("fault", ["drop", "hang"])
+@pytest.mark.parametrize("fault", ["drop", pytest.param("hang", marks=pytest.mark.nightly)])
 def test_azureml_token_request_failing_until_timeout_raises_service_unavailable_error(
     world: World, fault: Fault
 ) -> None:

@@ -79,7 +79,7 @@ AZURE_NATIVE_ONLY = {
 }
 
 
-@pytest.fixture(params=["table", "native"])
+@pytest.fixture(params=[pytest.param("table", marks=pytest.mark.nightly), "native"])
 def traffic(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

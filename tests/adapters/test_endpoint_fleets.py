@@ -62,7 +62,7 @@ def azure(tmp_path: Path) -> Iterator[AzureFleet]:
         yield site
 
 
-@pytest.fixture(params=["sagemaker", "azureml"])
+@pytest.fixture(params=[pytest.param("sagemaker", marks=pytest.mark.nightly), "azureml"])
 def fleet(request: pytest.FixtureRequest) -> FleetSite:
     """Return a site whose endpoint serves blue, and then green to half of the users."""
     site: FleetSite = request.getfixturevalue("amazon" if request.param == "sagemaker" else "azure")
@@ -177,6 +177,7 @@ def test_fleet_validate_change_of_machine_with_same_target_raises_user_error(
     fleet.provider.validate_change(before, measured)
 
 
+@pytest.mark.nightly
 def test_fleet_with_other_client_id_drifts_until_applied(azure: AzureFleet) -> None:
     azure.apply(1, blue=100)
     with_options(azure, client_id="id-of-the-identity")
@@ -201,6 +202,7 @@ def put_alarm(site: SageMakerFleet, state: str) -> None:
     cloudwatch.set_alarm_state(AlarmName="errors", StateValue=state, StateReason="a test")
 
 
+@pytest.mark.nightly
 def test_fleet_update_with_firing_alarm_does_not_recommend_rollback(
     amazon: SageMakerFleet,
 ) -> None:

@@ -51,6 +51,7 @@ from onnx_ops.testing.endpoints import Disturbance, EndpointProviderSuite, Kille
 from onnx_ops.testing.fakes import FakeSigner
 from tests.adapters.replica_site import ReplicaSite, ask_replica, open_site, report_feedback
 from tests.support.processes import until
+from tests.support.suite import Sweep
 
 SUITE = EndpointProviderSuite()
 _CALLS = ("read", "write", "create", "list_names", "list_objects", "upload")
@@ -128,8 +129,8 @@ class ReplicaSuite(EndpointProviderSuite):
         return disturbed_objects(self.objects, fault, at)
 
     @pytest.fixture
-    def chosen(self) -> Callable[[Iterable[int]], Sequence[int]]:
-        return lambda requests: list(requests)[:7]  # later requests only read reports
+    def chosen(self, sweep: Sweep) -> Callable[[Iterable[int]], Sequence[int]]:
+        return lambda requests: sweep(list(requests)[:7])  # later requests only read reports
 
     @pytest.fixture
     def provider(self, site: ReplicaSite) -> ReplicaEndpoints:

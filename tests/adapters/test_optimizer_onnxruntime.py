@@ -339,7 +339,9 @@ def test_batch_reader_of_dynamic_batch_returns_all_rows_in_small_batches(
     np.testing.assert_array_equal(np.concatenate(batches), given["x"])
 
 
-@pytest.mark.parametrize("method", ["minmax", "entropy", "percentile"])
+@pytest.mark.parametrize(
+    "method", ["minmax", pytest.param("entropy", marks=pytest.mark.nightly), "percentile"]
+)
 def test_static_quantizer_with_more_rows_does_not_keep_activations_in_memory(
     convolution: OptimizeRequest, method: str
 ) -> None:

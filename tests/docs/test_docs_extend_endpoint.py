@@ -49,6 +49,7 @@ def provider(folder: Path) -> EndpointProvider:
     return loaded
 
 
+@pytest.mark.nightly
 def test_provider_of_page_passes_conformance_suite(folder: Path) -> None:
     assert " passed" in run_suite(folder, "test_extra_endpoint.py")
 

@@ -287,7 +287,9 @@ def test_action_for_push_without_known_previous_commit_evaluates_unchanged_pipel
     assert [one.file for one in runner.results()] == ["configs/pipelines/iris.yaml"]
 
 
-@pytest.mark.parametrize("environment", ["github-hosted", "self-hosted"])
+@pytest.mark.parametrize(
+    "environment", ["github-hosted", pytest.param("self-hosted", marks=pytest.mark.nightly)]
+)
 def test_action_for_release_with_registry_on_disk_of_runner_stops_at_gates(
     runner: Runner,
     environment: str,

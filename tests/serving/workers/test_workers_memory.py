@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx.parser
+import pytest
 
 from onnx_ops.serving.inference.deployments import LoadedDeployment
 from onnx_ops.serving.inference.models import LoadedModel
@@ -73,6 +74,7 @@ def test_memory_trimmer_check_after_large_run_frees_memory(tmp_path: Path) -> No
     assert not trimmer.check()
 
 
+@pytest.mark.nightly
 def test_server_after_large_request_frees_memory(tmp_path: Path) -> None:
     with serving_model(tmp_path, build_square(), "--workers=1") as server:
         before = memory(server.workers()).rss
