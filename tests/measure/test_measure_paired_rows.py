@@ -21,9 +21,9 @@ from onnx_ops.statistics.scores import CANDIDATE, score
 from tests.reporting.test_reporting_html import evidence_of
 
 RMSE = MetricDefinition(name="rmse")
-RNG = np.random.default_rng(0)
-LABEL = RNG.standard_normal(300)
-ROWS = Dataset(inputs={"x": RNG.standard_normal((300, 2))}, label=LABEL)
+_NORMAL = np.random.default_rng(0).standard_normal((5, 300))
+LABEL, ANSWERS, NOISE = _NORMAL[0], _NORMAL[1], _NORMAL[2]
+ROWS = Dataset(inputs={"x": _NORMAL[3:].T}, label=LABEL)
 
 
 @pytest.fixture
@@ -47,8 +47,8 @@ def test_compare_rows_of_accuracy_returns_paired_counts(store: ContentStore) -> 
 
 
 def test_compare_rows_of_rmse_matches_direct_score(store: ContentStore) -> None:
-    theirs = LABEL + RNG.standard_normal(300)
-    mine = theirs + 0.1 * RNG.standard_normal(300)
+    theirs = LABEL + ANSWERS
+    mine = theirs + 0.1 * NOISE
     (found,) = compare_rows(store, kept(store, RMSE, mine), kept(store, RMSE, theirs))
     assert isinstance(found, ScoreComparison)
     _, expected = score(RMSE, LABEL, {CANDIDATE: mine, "base": theirs}, seed=0)
@@ -64,7 +64,7 @@ def test_compare_rows_of_metrics_of_named_outputs_names_outputs(store: ContentSt
     definitions = [MetricDefinition(name="mae", output=output) for output in ("price", "cost")]
     arrays = digest_rows(ROWS)
     for definition in definitions:
-        arrays |= extract_rows(definition, LABEL, LABEL + RNG.standard_normal(300))
+        arrays |= extract_rows(definition, LABEL, LABEL + ANSWERS)
     stored = evidence_of(raw=store.put_bytes(pack_arrays(arrays)))
     assert [found.metric for found in compare_rows(store, stored, stored)] == [
         "mae output:cost",
