@@ -98,6 +98,9 @@ def is_deadlier(
 
     The deaths are compared per request, from `MIN_DEATHS` on. One death and one request are added
     to those of the stable deployment, so that the ratio is defined without deaths and requests.
+
+    A deployment's requests include those that ended a worker. So the result is always False for the
+    stable deployment compared with itself.
     """
     if deaths < MIN_DEATHS:
         return False
@@ -222,9 +225,7 @@ class WorkerHealth:
             self._count_requests(s) - self._requests[s] for s in (slot, self._stable)
         )
         stable_deaths = self._deaths.get(self._stable, Fraction())
-        if slot != self._stable and is_deadlier(
-            self._deaths[slot], requests, stable_deaths, stable_requests
-        ):
+        if is_deadlier(self._deaths[slot], requests, stable_deaths, stable_requests):
             self._shared.header[OUT_OF_SERVICE] |= 1 << slot
             _log.error("deployment %s is out of service: %s", name, self._describe_deaths(slot))
 

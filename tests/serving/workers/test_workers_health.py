@@ -346,6 +346,14 @@ def test_is_deadlier_with_20_times_the_deaths_and_at_most_equal_traffic_returns_
     assert is_deadlier(Fraction(10), new, Fraction(1, 2), old)
 
 
+@given(requests=st.integers(0, 10**6), share=st.fractions(0, 1))
+def test_is_deadlier_of_deployment_compared_with_itself_returns_false(
+    requests: int, share: Fraction
+) -> None:
+    deaths = requests * share
+    assert not is_deadlier(deaths, requests, deaths, requests)
+
+
 @given(st.fractions(0, MIN_DEATHS).filter(lambda share: share < MIN_DEATHS))
 def test_is_deadlier_below_three_deaths_returns_false(deaths: Fraction) -> None:
     assert not is_deadlier(deaths, 0, Fraction(), 10**9)
