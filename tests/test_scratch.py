@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from onnx_ops.scratch import PREFIX, Scratch, write_durably
+from onnx_ops.errors import CorruptStateError
+from onnx_ops.scratch import PREFIX, Scratch, read_plain_file, write_durably
 
 HOLDS = """
 import sys
@@ -189,3 +190,11 @@ def test_write_durably_flushes_file_before_rename_and_folder_after(
     write_durably(tmp_path / "table.json", b"{}")
     file, folder = ((tmp_path / "table.json").stat().st_ino, tmp_path.stat().st_ino)
     assert calls == [("fsync", file), ("rename", file), ("fsync", folder)]
+
+
+def test_read_plain_file_returns_content_up_to_limit_and_raises_above(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    path.write_bytes(b"1234")
+    assert read_plain_file(path, most=4) == b"1234"
+    with pytest.raises(CorruptStateError, match="larger than"):
+        read_plain_file(path, most=3)
