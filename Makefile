@@ -40,7 +40,7 @@ BASE ?= HEAD
 check: $(VENV)/.dev
 	@$(BIN)/python -m tests.support.check --base $(BASE)
 
-# What a change is likely to break: minutes. A third of each sweep over kill points and faults, by the commit's digest.
+# What a change is likely to break: minutes. A fifth of each sweep over kill points and faults, by the commit's digest.
 test: $(VENV)/.dev
 	@$(COMPILE_OWN)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS)

@@ -23,6 +23,9 @@ from typing import NamedTuple
 
 import pytest
 
+# These tests execute no code of the package, so no change of the package fails them.
+pytestmark = pytest.mark.nightly
+
 LEASE = 2
 PREPARE, WEIGHT, ABORT = 1, 2, 3
 _TICKS = 4
@@ -211,10 +214,7 @@ def find_fault(rules: Rules) -> tuple[str, int]:
     return "", len(seen)
 
 
-@pytest.mark.parametrize(
-    ("looks", "restarts"),
-    [(1, 0), *(pytest.param(looks, 1, marks=pytest.mark.nightly) for looks in (1, 2))],
-)
+@pytest.mark.parametrize(("looks", "restarts"), [(1, 0), (1, 1), (2, 1)])
 def test_find_fault_with_intact_rules_returns_no_fault(looks: int, restarts: int) -> None:
     fault, worlds = find_fault(Rules(looks=looks, restarts=restarts))
     assert fault == ""

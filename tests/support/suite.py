@@ -1,6 +1,6 @@
 """Division of the test suite over workers and commits.
 
-Workers share it by the servers that tests share. Each commit runs a third of every sweep. This is a
+Workers share it by the servers that tests share. Each commit runs a fifth of every sweep. This is a
 pytest plugin, loaded by `tests/conftest.py`.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from xdist.workermanage import WorkerController
 
 T = TypeVar("T")
-PARTS = 3
+PARTS = 5
 """Parts of a sweep: a commit runs one of them, and the nightly tier runs all."""
 
 SHARED: dict[str, str] = {
@@ -88,7 +88,7 @@ class Sweep:
         self.part = part
 
     def __call__(self, points: Iterable[T]) -> list[T]:
-        """Return every third point from the one of this run's part, or all for part 0.
+        """Return every fifth point from the one of this run's part, or all for part 0.
 
         A part that would be empty has the first point."""
         chosen = list(points)
