@@ -93,7 +93,12 @@ def empty_cache(repository: Repository) -> None:
 
 @pytest.mark.parametrize(
     ("path", "seed"),
-    [(PATH, 1), ("data/many/a.npz", 2), ("data/many/deep/b.npz", 3), ("data/made.npz", 1)],
+    [
+        (PATH, 1),
+        pytest.param("data/many/a.npz", 2, marks=pytest.mark.nightly),
+        ("data/many/deep/b.npz", 3),
+        pytest.param("data/made.npz", 1, marks=pytest.mark.nightly),
+    ],
 )
 def test_load_of_pushed_dvc_data_returns_it_without_writing_to_repository(
     pushed: Repository, reads: DvcSource, path: str, seed: int

@@ -186,7 +186,9 @@ def test_init_into_repository_only_adds_files_that_pass_check_and_is_idempotent(
     assert (again["written"], digest_files(root)) == ([], after)
 
 
-@pytest.mark.parametrize("layout", ["src-layout", "flat-layout"])
+@pytest.mark.parametrize(
+    "layout", [pytest.param("src-layout", marks=pytest.mark.nightly), "flat-layout"]
+)
 def test_init_into_repository_leaves_tests_and_build_unchanged(tmp_path: Path, layout: str) -> None:
     root = tmp_path / layout
     root.mkdir()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from onnx_ops.domain.input_values import InputValues
+from onnx_ops.statistics import probes
 from onnx_ops.statistics.probes import (
     InputDomain,
     ProbeGroup,
@@ -277,13 +278,16 @@ def test_make_sized_inputs_without_free_axis_returns_no_groups() -> None:
     assert make_sized_inputs({"image": IMAGE}, {}) == {}
 
 
-def test_make_sized_inputs_beyond_memory_limit_reduces_rows_or_omits_groups() -> None:
-    # Two rows of twice the size would be 76 MiB.
-    wide = np.zeros((1, 5_000_000), dtype=np.float32)
+def test_make_sized_inputs_beyond_memory_limit_reduces_rows_or_omits_groups(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(probes, "_GROUP_BYTES", 1 << 20)
+    # Two rows of twice the size would be 1.2 MiB.
+    wide = np.zeros((1, 80_000), dtype=np.float32)
     groups = make_sized_inputs({"x": wide}, {"length": [("x", 1)]})
     assert {made["x"].shape for made in groups.values()} == {
         (32, 1),
-        (6, 2_500_000),
-        (6, 2_500_001),
-        (3, 5_000_001),
+        (6, 40_000),
+        (6, 40_001),
+        (3, 80_001),
     }
