@@ -65,6 +65,7 @@ from onnx_ops.release.registry_sync import (
     publish_rejections,
     read_request,
     record_alias,
+    restore_alias,
     restore_files,
     revert_alias,
     verify_request,
@@ -441,7 +442,8 @@ def _write_registry(journal: Journal, desired: DesiredState) -> StepReport | Non
     """Write the ledger's aliases and rejections to the registry.
 
     A champion alias that another process or a user has set is recorded in the ledger if the
-    endpoint serves its version. The result is None if no alias was written or recorded.
+    endpoint serves its version. A deleted champion alias is set again. The result is None if no
+    alias was written or recorded.
     """
     endpoint = journal.state.endpoint
     has_rejections = publish_rejections(journal)
@@ -452,6 +454,9 @@ def _write_registry(journal: Journal, desired: DesiredState) -> StepReport | Non
     if record_alias(journal, desired.champion):
         why = f"the champion in the registry is v{desired.champion}, which this endpoint serves"
         return StepReport(endpoint=endpoint, did="recorded alias", why=why, stable=False)
+    if restore_alias(journal, desired.champion):
+        why = "the champion alias was deleted in the registry; it is set again"
+        return StepReport(endpoint=endpoint, did="wrote aliases", why=why, stable=False)
     return None
 
 

@@ -236,8 +236,8 @@ def materialize(
     )
 
 
-def restore_files(context: Context, deployment: Deployment) -> None:
-    """Download the files of a deployment again if they are lost or damaged.
+def restore_files(context: Context, deployment: Deployment) -> str:
+    """Return the location of a deployment's files; download them if they are lost or damaged.
 
     Raises:
         DigestMismatchError: the registry's content differs from what was deployed.
@@ -245,9 +245,10 @@ def restore_files(context: Context, deployment: Deployment) -> None:
         RefusedError: the model references weights outside its folder.
         ServiceUnavailableError: the registry does not answer.
     """
-    if context.files.location(deployment.manifest) is None:
-        record = context.registry().version(deployment.model, deployment.version)
-        fetch_files(context, replace(record, manifest=deployment.manifest))
+    if (location := context.files.location(deployment.manifest)) is not None:
+        return location
+    record = context.registry().version(deployment.model, deployment.version)
+    return fetch_files(context, replace(record, manifest=deployment.manifest))
 
 
 def build_override_entry(signed: SignedOverride) -> OverrideRecorded:
@@ -313,6 +314,7 @@ def is_registry_outdated(journal: Journal, champion: str | None) -> bool:
         bool(journal.state.unpublished_rejections)
         or _may_write_aliases(journal)
         or _is_alias_unrecorded(journal, champion)
+        or _is_alias_deleted(journal, champion)
     )
 
 
@@ -392,6 +394,30 @@ def record_alias(journal: Journal, champion: str | None) -> bool:
     return True
 
 
+def restore_alias(journal: Journal, champion: str | None) -> bool:
+    """Set the champion alias again if a user has deleted it.
+
+    Returns:
+        Whether the alias was set. It stays deleted if the registry has no such version, has other
+        files under its number, or does not permit the alias. A later release must not wait for this
+        alias.
+
+    Raises:
+        ServiceUnavailableError: the registry does not answer.
+    """
+    serving, config = journal.state.roles.stable, journal.config
+    if serving is None or not _is_alias_deleted(journal, champion):
+        return False
+    registry = journal.context.registry()
+    try:
+        if registry.version(config.model, serving.version).manifest != serving.manifest:
+            return False
+        registry.set_alias(config.model, format_alias("champion", config.target), serving.version)
+    except (NotFoundError, RefusedError):
+        return False
+    return True
+
+
 def publish_entries(journal: Journal, aliases: Mapping[str, str | None]) -> None:
     """Record that the registry shows these aliases, and publish new ledger entries.
 
@@ -456,6 +482,23 @@ def _is_alias_unrecorded(journal: Journal, champion: str | None) -> bool:
         return False
     is_pending = state.pending_aliases.get(name, champion) != champion
     return not is_pending and state.aliases.get(name) != champion
+
+
+def _is_alias_deleted(journal: Journal, champion: str | None) -> bool:
+    """Return whether the registry lacks the champion alias that the ledger has set.
+
+    The result is True only if the endpoint serves that version, and no rollout is in progress. The
+    judgement of a rollout must not wait for a registry that cannot be written.
+    """
+    state, name = journal.state, format_alias("champion", journal.config.target)
+    serving = state.roles.stable
+    return (
+        champion is None
+        and serving is not None
+        and state.roles.candidate is None
+        and name not in state.pending_aliases
+        and state.aliases.get(name) == serving.version
+    )
 
 
 def _is_request(journal: Journal, name: str, version: str) -> bool:

@@ -531,6 +531,17 @@ def test_rollback_of_one_endpoint_pins_it_to_previous_version(pair: Scene) -> No
     assert pair.aliases() == {CHAMPION: "2", PREVIOUS: "1"}
 
 
+def test_reconcile_of_pair_after_deletion_of_champion_alias_sets_common_version(
+    pair: Scene,
+) -> None:
+    pair.roll_back(PAIR[0])
+    pair.world.registry.delete_alias(MODEL, CHAMPION)
+    pair.reconcile(PAIR[0])
+    assert CHAMPION not in pair.aliases()
+    pair.reconcile(PAIR[1])
+    assert pair.aliases()[CHAMPION] == "2"
+
+
 def test_rollback_of_all_endpoints_without_pin_moves_champion_alias(pair: Scene) -> None:
     roll_back(pair.context, PAIR[0], reason="slow", pin=False)
     pair.reconcile(PAIR[0])

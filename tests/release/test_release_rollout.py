@@ -347,6 +347,64 @@ def test_champion_alias_set_by_hand_is_treated_as_challenger(trial: Scene) -> No
     assert trial.aliases()[CHAMPION] == "3"
 
 
+def test_reconcile_after_deletion_of_champion_alias_sets_it_once() -> None:
+    scene = serving("a", "b")
+    scene.world.registry.delete_alias(MODEL, CHAMPION)
+    first, *others = scene.reconcile()
+    assert (first.did, first.stable) == ("wrote aliases", False)
+    assert first.why == "the champion alias was deleted in the registry; it is set again"
+    assert [report.did for report in others] == [""]
+    assert scene.aliases()[CHAMPION] == "2"
+    head = scene.state().head
+    assert [report.did for report in scene.reconcile()] == [""]
+    assert scene.state().head == head
+
+
+def test_champion_alias_deleted_during_rollout_is_set_after_it(trial: Scene) -> None:
+    """A registry that cannot be written must not delay the judgement of a rollout."""
+    trial.world.registry.delete_alias(MODEL, CHAMPION)
+    trial.reconcile()
+    assert CHAMPION not in trial.aliases()
+    trial.say(OperatorCommand.ADVANCE)
+    trial.reconcile()
+    assert trial.traffic() == {"v2": 50, "v1": 50}
+    trial.roll_back()
+    trial.reconcile()
+    assert trial.aliases()[CHAMPION] == "1"
+
+
+def refuse_aliases(scene: Scene, patch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: str) -> NoReturn:
+        raise RefusedError("this user must not move the alias")
+
+    patch.setattr(scene.world.registry, "set_alias", refuse)
+
+
+def delete_champion(scene: Scene, _: pytest.MonkeyPatch) -> None:
+    scene.world.registry.vanish(MODEL, "1")
+
+
+def replace_champion(scene: Scene, _: pytest.MonkeyPatch) -> None:
+    scene.forge("1", manifest=scene.record("2").manifest)
+
+
+@pytest.mark.parametrize("obstacle", [refuse_aliases, delete_champion, replace_champion])
+def test_reconcile_without_possible_champion_alias_serves_next_release(
+    scene: Scene,
+    monkeypatch: pytest.MonkeyPatch,
+    obstacle: Callable[[Scene, pytest.MonkeyPatch], None],
+) -> None:
+    scene.serve(scene.publish("a"))
+    following = scene.publish("b")
+    scene.world.registry.delete_alias(MODEL, CHAMPION)
+    with monkeypatch.context() as patch:
+        obstacle(scene, patch)
+        assert [report.did for report in scene.reconcile()] == [""]
+        assert CHAMPION not in scene.aliases()
+    scene.serve(following)
+    assert scene.aliases()[CHAMPION] == "2"
+
+
 def test_promote_without_endpoint_sets_champion_immediately() -> None:
     scene = Scene()
     assert scene.promote(scene.publish("a")).did == "champion"

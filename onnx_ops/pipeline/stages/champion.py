@@ -8,10 +8,13 @@ from typing import Any
 
 from onnx_ops import codec
 from onnx_ops.domain.artifact import Digest
+from onnx_ops.domain.endpoint import Deployment
 from onnx_ops.domain.plan import Stage
 from onnx_ops.domain.rollout import format_alias
+from onnx_ops.errors import NotFoundError
 from onnx_ops.ports import Context
-from onnx_ops.release.registry_sync import fetch_files
+from onnx_ops.release.journal import list_sibling_states
+from onnx_ops.release.registry_sync import fetch_files, restore_files
 
 HINT = "champion"
 
@@ -26,17 +29,50 @@ class Champion:
 
 
 def find_champion(context: Context, model: str, target: str) -> Champion | None:
-    """Return the champion of a target, or None."""
+    """Return the champion of a target, or None.
+
+    If endpoints serve the target, the champion is a version that one of them serves according to
+    its ledger. The alias only chooses one of several such versions. Otherwise, a moved or deleted
+    alias would decide what a release is compared with. Without such an endpoint, the champion is
+    the version under the alias.
+
+    Raises:
+        NotFoundError: neither this machine nor the registry has the files of the version.
+        InfrastructureError: the ledger or the registry cannot be read.
+    """
     if not model:
         return None
     registry = context.registry()
     version = registry.aliases(model).get(format_alias("champion", target))
+    stable = [state.roles.stable for state in list_sibling_states(context, model, target)]
+    serving = {one.version: one for one in stable if one is not None}
+    if serving:
+        deployment = serving.get(version or "") or next(iter(serving.values()))
+        return Champion(
+            version=deployment.version,
+            manifest=deployment.manifest,
+            location=_locate(context, deployment, target),
+        )
     if version is None:
         return None
     record = registry.version(model, version)
     return Champion(
         version=version, manifest=record.manifest, location=fetch_files(context, record)
     )
+
+
+def _locate(context: Context, deployment: Deployment, target: str) -> str:
+    """Return the folder with the files of the version that serves a target."""
+    try:
+        return restore_files(context, deployment)
+    except NotFoundError as error:
+        raise NotFoundError(
+            "the version that serves has no files, so nothing can be compared with it",
+            where=f"{deployment.model}/{deployment.version}",
+            why=str(error),
+            remedy="Serve a version that the registry has: `onnx-ops promote "
+            f"{deployment.model}/VERSION --target {target}`.",
+        ) from error
 
 
 def attach_champion(stage: Stage, context: Context) -> Stage:
