@@ -16,7 +16,7 @@ from pathlib import Path
 
 from onnx_ops import codec
 from onnx_ops.app.champions import save_benchmark
-from onnx_ops.app.handler import StageHandler, read_choice, was_compared
+from onnx_ops.app.handler import StageHandler
 from onnx_ops.domain.artifact import Digest, Manifest, digest_json, hex_digits, is_digest
 from onnx_ops.domain.decision import Decision
 from onnx_ops.domain.evidence import Evidence
@@ -327,8 +327,7 @@ class ReleaseHandler:
 
         Raises:
             StageError: the stage is before the gates, and failed in the evaluation.
-            RefusedError: the stage promotes a release that was not compared with the version that
-                serves now.
+            OnnxOpsError: the errors of `StageHandler.execute`.
         """
         if stage.kind in EVALUATION:
             raise StageError(
@@ -336,8 +335,6 @@ class ReleaseHandler:
                 where=stage.id,
                 why=self._get_outcome(stage.id).reason,
             )
-        if stage.kind is StageKind.PROMOTE:
-            self._require_comparison(stage, inputs)
         return self.handler.execute(stage, key, inputs)
 
     def decision(self, manifest: Manifest) -> Decision | None:
@@ -346,20 +343,3 @@ class ReleaseHandler:
 
     def _get_outcome(self, stage: str) -> StageOutcome:
         return next(outcome for outcome in self.evaluation.outcomes if outcome.stage == stage)
-
-    def _require_comparison(self, stage: Stage, inputs: Mapping[str, Manifest]) -> None:
-        context = self.handler.context
-        registration, choice, _ = read_choice(context, stage, inputs)
-        manifest = self._get_outcome(f"benchmark/{choice.variant}@{choice.target}").manifest
-        evidence = (
-            None
-            if manifest is None
-            else codec.loads(context.store.read(manifest["evidence.json"]), Evidence)
-        )
-        if evidence is None or not was_compared(context, registration.model, evidence):
-            remedy = "Evaluate the commit again, with read access to the ledger and the registry."
-            raise RefusedError(
-                "the release was not compared with the version that serves now",
-                where=stage.id,
-                remedy=remedy,
-            )

@@ -36,6 +36,7 @@ from onnx_ops.pipeline import collect_user_code, find_referenced_modules
 from onnx_ops.pipeline.stage_settings import is_isolated
 from onnx_ops.pipeline.user_code import CODE
 from onnx_ops.ports import Context
+from onnx_ops.release.audit import load_decision_basis
 from onnx_ops.release.journal import format_stream_name, list_sibling_states
 from onnx_ops.release.promote import bind_endpoint, promote_release
 from onnx_ops.release.reconcile import StepReport, reconcile_until_stable
@@ -143,7 +144,13 @@ class StageHandler:
         return f"needs {failed[0]}, which did not complete"
 
     def execute(self, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]) -> Manifest:
-        """Execute a stage and store its result."""
+        """Execute a stage and store its result.
+
+        Raises:
+            OnnxOpsError: the stage failed.
+            RefusedError: the stage promotes a release that was not compared with the version that
+                serves now.
+        """
         context = self.context
         released = stage.kind is StageKind.REGISTER or stage.kind in RELEASE
         timed = (
@@ -152,6 +159,7 @@ class StageHandler:
         with self.releasing if released else contextlib.nullcontext(), timed:
             if stage.kind is StageKind.PROMOTE:
                 registration, choice, version = read_choice(context, stage, inputs)
+                self._require_comparison(registration.model, version, choice.target)
                 settings: Mapping[str, Any] = stage.settings
                 done = promote_release(
                     context,
@@ -231,6 +239,21 @@ class StageHandler:
             # This error must not discard the measurement of the variant. The promotion raises it
             # again if it persists.
             return False
+
+    def _require_comparison(self, model: str, version: str, target: str) -> None:
+        """Check that a version was compared with the version that serves now.
+
+        Another version possibly became the champion after the measurement.
+        """
+        record = self.context.registry().version(model, version)
+        evidence, _ = load_decision_basis(self.context, record, target)
+        if not was_compared(self.context, model, evidence):
+            raise RefusedError(
+                "the release was not compared with the version that serves now",
+                where=f"{model}/{version} on {target}",
+                remedy="Run the pipeline again. In a workflow, repeat its evaluation, with read "
+                "access to the ledger and the registry. The benchmark is then repeated.",
+            )
 
     def _is_released(self, stage: Stage, inputs: Mapping[str, Manifest]) -> bool:
         registration, choice, version = read_choice(self.context, stage, inputs)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,15 @@ import pytest
 
 from onnx_ops.app.context import Project, open_project
 from onnx_ops.app.hand_over import EVALUATION
+from onnx_ops.app.handler import StageHandler
 from onnx_ops.app.project import execute, prepare, prepare_release, write_evaluation
 from onnx_ops.app.results import Summary, summarize
-from onnx_ops.domain.artifact import digest_bytes
+from onnx_ops.domain.artifact import Digest, Manifest, digest_bytes
 from onnx_ops.domain.decision import Verdict
-from onnx_ops.domain.plan import StageKind, StageStatus
+from onnx_ops.domain.plan import Stage, StageKind, StageStatus
 from onnx_ops.domain.rollout import format_alias
 from onnx_ops.errors import CorruptStateError, OnnxOpsError, RefusedError, UserError
+from onnx_ops.release.promote import promote
 from tests.integrations.commit_parts import pipeline_text
 from tests.support.git import commit_all
 
@@ -136,6 +138,36 @@ def test_release_of_evaluation_of_other_commit_or_not_compared_with_champion_pro
     result = execute(project, prepared)
     assert "not compared with the version that serves now" in str(result.errors["promote@cpu-1t"])
     assert project.context.registry().aliases("iris")[format_alias("champion", "cpu-1t")] == "1"
+
+
+def test_run_during_which_other_version_is_promoted_promotes_nothing_and_next_run_compares(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = place / "root"
+    assert release(root, place / "evaluation").exit_code == 0
+    project = open_at(root, place / "releaser", signing="auto")
+    write_project(root, strength=2.0)
+    execute(project, prepare(project, root / FILE, until=StageKind.REGISTER))
+    write_project(root, strength=3.0)
+    perform = StageHandler.execute
+
+    def execute_beside_person(
+        handler: StageHandler, stage: Stage, key: Digest, inputs: Mapping[str, Manifest]
+    ) -> Manifest:
+        if stage.kind is StageKind.REGISTER:
+            promote(handler.context, "iris", "2", "cpu-1t", reason="a person prefers it")
+        return perform(handler, stage, key, inputs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StageHandler, "execute", execute_beside_person)
+        result = execute(project, prepare(project, root / FILE))
+    assert "not compared with the version that serves now" in str(result.errors["promote@cpu-1t"])
+    champion = format_alias("champion", "cpu-1t")
+    assert project.context.registry().aliases("iris")[champion] == "2"
+    result = execute(project, prepare(project, root / FILE))
+    assert {"benchmark/fp32@cpu-1t", "promote@cpu-1t"} < set(result.executed())
+    assert "train" not in result.executed()
+    assert project.context.registry().aliases("iris")[champion] == "3"
 
 
 def test_release_of_failed_evaluation_names_its_cause(place: Path) -> None:
