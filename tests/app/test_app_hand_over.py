@@ -24,6 +24,7 @@ from onnx_ops.domain.decision import Verdict
 from onnx_ops.domain.plan import Stage, StageKind, StageStatus
 from onnx_ops.domain.rollout import format_alias
 from onnx_ops.errors import CorruptStateError, OnnxOpsError, RefusedError, UserError
+from onnx_ops.release.audit import load_decision_basis
 from onnx_ops.release.promote import promote
 from tests.integrations.commit_parts import pipeline_text
 from tests.support.git import commit_all
@@ -168,6 +169,21 @@ def test_run_during_which_other_version_is_promoted_promotes_nothing_and_next_ru
     assert {"benchmark/fp32@cpu-1t", "promote@cpu-1t"} < set(result.executed())
     assert "train" not in result.executed()
     assert project.context.registry().aliases("iris")[champion] == "3"
+
+
+def test_changed_evidence_in_the_store_of_signed_decision_is_not_used(place: Path) -> None:
+    assert release(place / "root", place / "evaluation").exit_code == 0
+    context = open_at(place / "root", place / "releaser", signing="auto").context
+    record = context.registry().version("iris", "1")
+    evidence = record.decisions["cpu-1t"].record.evidence
+    known = load_decision_basis(context, record, "cpu-1t")
+    path = context.store.path(evidence)
+    forged = path.read_bytes().replace(b'"quantized":false', b'"quantized":true')
+    assert forged != path.read_bytes()
+    path.chmod(0o644)
+    path.write_bytes(forged)
+    # The registry has the evidence too, and its digest is the signed one.
+    assert load_decision_basis(context, record, "cpu-1t") == known
 
 
 def test_release_of_failed_evaluation_names_its_cause(place: Path) -> None:
