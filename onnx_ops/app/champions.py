@@ -20,12 +20,15 @@ from onnx_ops.domain.artifact import Digest, Manifest, canonical_json, digest_js
 from onnx_ops.domain.decision import Decision, RecheckResult, Verdict
 from onnx_ops.domain.evidence import Evidence
 from onnx_ops.domain.gate import Gate
+from onnx_ops.domain.ledger import ReleaseState
 from onnx_ops.domain.plan import Stage, StageKind
 from onnx_ops.domain.release import VersionRecord
 from onnx_ops.domain.rollout import format_alias
 from onnx_ops.errors import MeasurementError, NotFoundError, OnnxOpsError, UserError
 from onnx_ops.ports import Context, Store
 from onnx_ops.release.audit import load_decision_basis
+from onnx_ops.release.journal import list_bound_endpoints, read_readable_state
+from onnx_ops.release.registry_sync import find_serving_champion
 from onnx_ops.statistics.recheck import judge_recheck, list_environment_changes
 
 _CHAMPION = format_alias("champion", "")
@@ -64,28 +67,26 @@ class ChampionRecord:
 def list_champions(context: Context, names: Sequence[str] = ()) -> tuple[ChampionRecord, ...]:
     """Return the champions of all targets of the selected pipelines or models.
 
-    Without a selection, the champions of all models are returned.
+    Without a selection, the champions of all models are returned. A champion that the registry
+    lacks is left out.
 
     Raises:
         UserError: a selected pipeline or model has no champion.
     """
     champions: list[ChampionRecord] = []
-    for model, aliases in sorted(context.registry().all_aliases().items()):
-        for name, version in sorted(aliases.items()):
-            if name.startswith(_CHAMPION):
-                target = name.removeprefix(_CHAMPION)
-                try:
-                    record = context.registry().version(model, version)
-                except NotFoundError:
-                    # Another tool registered this version, without a record, or the version was
-                    # deleted meanwhile.
-                    continue
-                basis: tuple[Evidence, tuple[Gate, ...]] | OnnxOpsError
-                try:
-                    basis = load_decision_basis(context, record, target)
-                except OnnxOpsError as error:
-                    basis = error
-                champions.append(ChampionRecord(record=record, target=target, basis=basis))
+    for (model, target), version in sorted(_list_versions(context).items()):
+        try:
+            record = context.registry().version(model, version)
+        except NotFoundError:
+            # Another tool registered this version, without a record, or the version was deleted
+            # meanwhile.
+            continue
+        basis: tuple[Evidence, tuple[Gate, ...]] | OnnxOpsError
+        try:
+            basis = load_decision_basis(context, record, target)
+        except OnnxOpsError as error:
+            basis = error
+        champions.append(ChampionRecord(record=record, target=target, basis=basis))
     known = {
         name
         for champion in champions
@@ -101,6 +102,28 @@ def list_champions(context: Context, names: Sequence[str] = ()) -> tuple[Champio
                 remedy=f"Pipelines and models with a champion: {names_known}.",
             )
     return tuple(r for r in champions if not names or {r.pipeline, r.record.model} & set(names))
+
+
+def _list_versions(context: Context) -> dict[tuple[str, str], str]:
+    """Return the version of each champion, by model and target.
+
+    Champions are the versions that endpoints serve, and without an endpoint those under an alias.
+    """
+    versions = {
+        (model, name.removeprefix(_CHAMPION)): version
+        for model, aliases in context.registry().all_aliases().items()
+        for name, version in aliases.items()
+        if name.startswith(_CHAMPION)
+    }
+    states: dict[tuple[str, str], list[ReleaseState]] = {}
+    for endpoint in list_bound_endpoints(context):
+        state = read_readable_state(context, endpoint)
+        if state.config is not None:
+            states.setdefault((state.config.model, state.config.target), []).append(state)
+    for place, bound in states.items():
+        if (serving := find_serving_champion(bound, versions.get(place))) is not None:
+            versions[place] = serving.version
+    return versions
 
 
 def measure_again(

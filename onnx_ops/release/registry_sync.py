@@ -7,7 +7,7 @@ aliases, refusals and entries to the registry.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -147,6 +147,22 @@ def find_blocking_dependency(journal: Journal, version: VersionRecord) -> str:
         ):
             return f"v{version.version} waits for endpoint {name}: {why}"
     return ""
+
+
+def find_serving_champion(
+    states: Iterable[ReleaseState], selected: str | None
+) -> Deployment | None:
+    """Return the champion among the versions that endpoints of one model and target serve.
+
+    The alias only chooses one of several versions. Otherwise, a moved or deleted alias would decide
+    what is compared and rechecked. The result is None if no endpoint serves a version.
+
+    Args:
+        selected: the version under the champion alias.
+    """
+    stable = [state.roles.stable for state in states]
+    serving = {one.version: one for one in stable if one is not None}
+    return serving.get(selected or "") or next(iter(serving.values()), None)
 
 
 def require_approval(

@@ -15,7 +15,7 @@ from onnx_ops.domain.notification import NotificationKind, build_event, build_re
 from onnx_ops.domain.plan import Stage
 from onnx_ops.errors import MeasurementError, UserError
 from tests.app.champion_parts import AS_IT_WAS, SLOWER, ChampionScene
-from tests.release.release_parts import MODEL, TARGET
+from tests.release.release_parts import CHAMPION, MODEL, TARGET, Scene
 
 
 def looked(scene: ChampionScene) -> RecheckResult:
@@ -114,6 +114,21 @@ def test_list_champions_with_only_other_aliases_returns_empty_tuple(tmp_path: Pa
     registry.set_alias(MODEL, "champion", "1")
     registry.set_alias(MODEL, f"challenger-{TARGET}", "1")
     assert list_champions(scene.context) == ()
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_list_champions_after_change_of_alias_returns_version_that_serves(
+    tmp_path: Path, moved: bool
+) -> None:
+    scene = Scene(world=ChampionScene(tmp_path).world)
+    scene.bind()
+    scene.reconcile()
+    assert scene.traffic() == {"v1": 100}
+    scene.world.registry.delete_alias(MODEL, CHAMPION)
+    if moved:
+        scene.set_alias(CHAMPION, scene.publish("slow"))
+    (champion,) = list_champions(scene.context)
+    assert (champion.record.version, champion.target) == ("1", TARGET)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,11 @@ from onnx_ops.domain.rollout import format_alias
 from onnx_ops.errors import NotFoundError
 from onnx_ops.ports import Context
 from onnx_ops.release.journal import list_sibling_states
-from onnx_ops.release.registry_sync import fetch_files, restore_files
+from onnx_ops.release.registry_sync import (
+    fetch_files,
+    find_serving_champion,
+    restore_files,
+)
 
 HINT = "champion"
 
@@ -31,10 +35,8 @@ class Champion:
 def find_champion(context: Context, model: str, target: str) -> Champion | None:
     """Return the champion of a target, or None.
 
-    If endpoints serve the target, the champion is a version that one of them serves according to
-    its ledger. The alias only chooses one of several such versions. Otherwise, a moved or deleted
-    alias would decide what a release is compared with. Without such an endpoint, the champion is
-    the version under the alias.
+    If endpoints serve the target, the champion is a version that one of them serves (see
+    `find_serving_champion`). Otherwise, it is the version under the alias.
 
     Raises:
         NotFoundError: neither this machine nor the registry has the files of the version.
@@ -44,15 +46,10 @@ def find_champion(context: Context, model: str, target: str) -> Champion | None:
         return None
     registry = context.registry()
     version = registry.aliases(model).get(format_alias("champion", target))
-    stable = [state.roles.stable for state in list_sibling_states(context, model, target)]
-    serving = {one.version: one for one in stable if one is not None}
-    if serving:
-        deployment = serving.get(version or "") or next(iter(serving.values()))
-        return Champion(
-            version=deployment.version,
-            manifest=deployment.manifest,
-            location=_locate(context, deployment, target),
-        )
+    states = list_sibling_states(context, model, target)
+    if (serving := find_serving_champion(states, version)) is not None:
+        location = _locate(context, serving, target)
+        return Champion(version=serving.version, manifest=serving.manifest, location=location)
     if version is None:
         return None
     record = registry.version(model, version)
