@@ -171,6 +171,7 @@ def test_run_during_which_other_version_is_promoted_promotes_nothing_and_next_ru
     assert project.context.registry().aliases("iris")[champion] == "3"
 
 
+@pytest.mark.nightly
 def test_changed_evidence_in_the_store_of_signed_decision_is_not_used(place: Path) -> None:
     assert release(place / "root", place / "evaluation").exit_code == 0
     context = open_at(place / "root", place / "releaser", signing="auto").context

@@ -171,12 +171,22 @@ class TestErrorRates:
         ("ratio", "seed", "flagged", "passing", "failing"),
         [
             pytest.param(1.0, 1, 1.0, (0.98, 1), (0, 0.01), id="equal"),
-            pytest.param(1.02, 2, 1.0, (0.95, 1), (0, 0.01), id="2 % slower"),
+            pytest.param(
+                1.02, 2, 1.0, (0.95, 1), (0, 0.01), id="2 % slower", marks=pytest.mark.nightly
+            ),
             pytest.param(1.10, 3, 1.0, (0, 1), (0.99, 1), id="10 % slower"),
             pytest.param(
                 1.20, 4, 1.0, (0, 1), (0.99, 1), id="20 % slower", marks=pytest.mark.nightly
             ),
-            pytest.param(1.0, 5, 0.5, (0, 1), (0, 0.01), id="equal, preemptions unnoticed"),
+            pytest.param(
+                1.0,
+                5,
+                0.5,
+                (0, 1),
+                (0, 0.01),
+                id="equal, preemptions unnoticed",
+                marks=pytest.mark.nightly,
+            ),
             pytest.param(
                 1.10,
                 6,
