@@ -613,7 +613,7 @@ class FakeWorld:
 
     def context(self, process: str = "process-1", root: Path = Path()) -> Context:
         """Return the context of a process, without the ports that only stages use."""
-        store = ContentStore(FsspecObjects(f"memory://{self.place}"), root / "cache")
+        store = ContentStore(FsspecObjects(f"memory://{self.place}"), root / ".onnx-ops" / "cache")
         return Context(
             root=root,
             open_store=lambda: store,

@@ -127,7 +127,7 @@ def test_list_champions_after_change_of_alias_returns_version_that_serves(
     scene.world.registry.delete_alias(MODEL, CHAMPION)
     if moved:
         scene.set_alias(CHAMPION, scene.publish("slow"))
-    (champion,) = list_champions(scene.context)
+    (champion,) = list_champions(scene.world.context(root=tmp_path))
     assert (champion.record.version, champion.target) == ("1", TARGET)
 
 
